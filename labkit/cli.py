@@ -1,0 +1,66 @@
+"""The ``labkit`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from labkit.errors import LabError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="labkit", description="The course's helper: look at the machine, fetch the model, record.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="say what this machine can run, and what to do about the rest")
+    doctor.add_argument("--full", action="store_true", help="also verify the model's checksum")
+    model = commands.add_parser("model", help="fetch and verify a model, and convert it for fast loading")
+    model.add_argument("name", nargs="?", default="smollm2-135m")
+    record = commands.add_parser("record", help="take the labs' measurements on this GPU and write its recording")
+    record.add_argument("labs", nargs="*", help="numbers of the labs, such as 00 01 (all, if none is given)")
+    record.add_argument("--out", help="recording to write (labkit/recordings/GPU.json, if not given)")
+    check = commands.add_parser("check", help="grade the exercises that a notebook file holds")
+    check.add_argument("notebook", help="path of an .ipynb file")
+    args = parser.parse_args(argv)
+    try:
+        return _RUN[args.command](args)
+    except LabError as error:
+        print(f"labkit {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; nothing half-written was left behind", file=sys.stderr)
+        return 130
+
+
+def _doctor(args) -> int:
+    from labkit.course.doctor import print_doctor
+
+    return print_doctor(full=args.full)
+
+
+def _model(args) -> int:
+    from labkit.engine.fetch import fetch_model, verify_model
+    from labkit.engine.gguf import convert
+
+    path = fetch_model(args.name)
+    verify_model(args.name)
+    print(f"model: {path} (verified)")
+    print(f"weights: {convert(path)}")
+    return 0
+
+
+def _record(args) -> int:
+    from labkit.course.record import record
+
+    return record(args.labs, args.out)
+
+
+def _check(args) -> int:
+    from labkit.course.grade import grade
+
+    return grade(args.notebook)
+
+
+_RUN = {"doctor": _doctor, "model": _model, "record": _record, "check": _check}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""The grader: runs a learner's function against the worked answer and says, in one line a trial, what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from labkit.course import progress
+from labkit.course.exercise import Exercise, Todo, find
+from labkit.course.predict import number
+from labkit.errors import LabError
+
+_passed: dict[str, Callable] = {}  # exercise id -> the very function that passed in this session
+
+
+@dataclass(frozen=True)
+class Report:
+    """``attempted`` is False while the stub still raises ``Todo``; ``hint`` is "" if none fits."""
+
+    id: str
+    passed: bool
+    attempted: bool
+    hint: str = ""
+    lines: tuple[str, ...] = ()
+
+    def _ipython_display_(self) -> None:
+        """The lines have been printed; a cell that ends in a check shows nothing more."""
+
+
+class _Overtime(BaseException):
+    """Not an Exception, so that a learner's ``except Exception`` inside a loop cannot swallow it."""
+
+
+def check(exercise_id: str, fn: Callable) -> Report:
+    """Judge ``fn`` and print one stable line a trial. Whatever ``fn`` does (raise, hang, return NaN), this returns.
+
+    Raises LabError only for an unknown exercise id.
+    """
+    report = judge(find(exercise_id), fn)
+    for line in report.lines:
+        print(line)
+    if report.hint:
+        print(f"{exercise_id}  hint: {report.hint}")
+    if report.passed:
+        _passed[exercise_id] = fn
+    if report.attempted:
+        progress.keep("checks", exercise_id, {"passed": report.passed})
+    return report
+
+
+def judge(exercise: Exercise, fn: Callable) -> Report:
+    """``check`` without printing or keeping anything."""
+    id = exercise.id
+    problem = _signature_problem(exercise, fn)
+    if problem:
+        return Report(id, False, True, lines=(f"{id}  {problem}",))
+    lines, failed, hint = [], 0, ""
+    for trial in exercise.trials:
+        want = exercise.answer(**trial.make())
+        inputs = trial.make()
+        try:
+            with _time_limit(exercise.time_limit_s):
+                got = fn(**inputs)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()  # a kernel's error belongs to the function that launched it
+        except Todo:
+            return Report(id, False, False, lines=(f"{id}  not tried yet",))
+        except _Overtime:
+            lines.append(
+                f"{id}  {trial.name}: stopped after {exercise.time_limit_s:g} s without an answer; look for a loop that never ends"
+            )
+            return Report(id, False, True, lines=tuple(lines))
+        except Exception as error:  # the learner's code may raise anything
+            lines.append(f"{id}  {trial.name}: raised {_where(error, fn)}")
+            failed += 1
+            continue
+        problem = difference(got, want, exercise.tolerance)
+        if problem:
+            failed += 1
+            lines.append(f"{id}  {trial.name}: {problem}")
+            hint = hint or next((h.text for h in exercise.hints if _fits(h, trial.make(), got, want)), "")
+        else:
+            lines.append(f"{id}  {trial.name}: passed")
+    return Report(id, not failed, True, hint, tuple(lines))
+
+
+def difference(got, want, tolerance: float) -> str:
+    """Why ``got`` is not ``want``, in words; "" if it is. Numbers and tensors may differ by ``tolerance``, relative."""
+    if isinstance(want, torch.Tensor):
+        return _tensor_difference(got, want, tolerance)
+    if isinstance(want, bool | str) or want is None:
+        return "" if type(got) is type(want) and got == want else f"got {_short(got)}, expected {want!r}"
+    if isinstance(want, int | float):
+        if isinstance(got, torch.Tensor) and got.numel() == 1 and isinstance(want, float):
+            got = got.item()
+        if isinstance(got, bool) or not isinstance(got, int | float):
+            return f"returned {_kind(got)}, expected {'an int' if isinstance(want, int) else 'a number'}"
+        if math.isnan(got):
+            return "returned NaN, expected a finite number"
+        return "" if abs(got - want) <= tolerance * abs(want) else f"got {number(got)}, expected {number(want)}"
+    if isinstance(want, dict):
+        if not isinstance(got, dict) or set(got) != set(want):
+            return f"returned {_short(got)}, expected a dict with the keys {sorted(want)}"
+        return next((f"{k}: {d}" for k in want if (d := difference(got[k], want[k], tolerance))), "")
+    if isinstance(want, list | tuple):
+        if not isinstance(got, list | tuple) or len(got) != len(want):
+            return f"returned {_short(got)}, expected {len(want)} values"
+        pairs = enumerate(zip(got, want, strict=True))
+        return next((f"value {i}: {d}" for i, (g, w) in pairs if (d := difference(g, w, tolerance))), "")
+    raise TypeError(f"an exercise's answer of type {type(want).__name__} cannot be compared")
+
+
+def _tensor_difference(got, want: torch.Tensor, tolerance: float) -> str:
+    if not isinstance(got, torch.Tensor):
+        return f"returned {_kind(got)}, expected a tensor {list(want.shape)} of {_dtype(want)}"
+    if got.shape != want.shape:
+        return f"shape is {list(got.shape)}, expected {list(want.shape)}"
+    if got.dtype != want.dtype:
+        return f"dtype is {_dtype(got)}, expected {_dtype(want)}"
+    if not want.numel():
+        return ""
+    g, w = got.detach().cpu().double(), want.detach().cpu().double()
+    nans = (g.isnan() & ~w.isnan()).sum().item()
+    if nans:
+        return f"{nans} of {g.numel()} values are NaN"
+    unequal = (g - w).nan_to_num(nan=0.0, posinf=math.inf, neginf=math.inf).abs()
+    unequal[g == w] = 0.0  # equal infinities
+    finite = w[w.isfinite()]
+    scale = finite.abs().max().item() if finite.numel() else 0.0
+    worst = unequal.max().item()
+    if worst <= tolerance * scale:
+        return ""
+    index = tuple(int(i) for i in torch.unravel_index(unequal.argmax(), unequal.shape))
+    return f"value {list(index)} is {number(g[index].item())}, expected {number(w[index].item())}"
+
+
+def _signature_problem(exercise: Exercise, fn) -> str:
+    needs = f"{exercise.answer.__name__}({', '.join(exercise.parameters)})"
+    if not callable(fn):
+        return f"got {_kind(fn)}, needs the function {needs}"
+    try:
+        signature = inspect.signature(fn)
+        signature.bind(**dict.fromkeys(exercise.parameters))
+    except (TypeError, ValueError):
+        try:
+            given = f"{getattr(fn, '__name__', 'function')}({', '.join(inspect.signature(fn).parameters)})"
+        except (TypeError, ValueError):
+            given = _kind(fn)
+        return f"the parameters do not fit: got {given}, needs {needs}"
+    return ""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float):
+    """Raise _Overtime in the body after ``seconds``. Needs the main thread, where notebooks run; elsewhere no limit."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_):
+        raise _Overtime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, should the first one be swallowed
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _fits(hint, inputs, got, want) -> bool:
+    try:
+        return bool(hint.fits(inputs, got, want))
+    except Exception:  # a hint looks at whatever the learner returned; if it cannot, it does not fit
+        return False
+
+
+def _where(error: Exception, fn) -> str:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if code and f.filename == code.co_filename]
+    text = str(error).strip().split("\n")[0]
+    place = f", line {lines[-1] - code.co_firstlineno + 1} of your function" if lines else ""
+    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
+
+
+def _dtype(t: torch.Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _kind(value) -> str:
+    return "nothing (is a return missing?)" if value is None else f"a {type(value).__name__}"
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def use(exercise_id: str, fn: Callable) -> Callable:
+    """``fn`` if it passed its check in this session, else the worked answer, so that the notebook runs on."""
+    exercise = find(exercise_id)
+    if _passed.get(exercise_id) is fn:
+        print(f"{exercise_id}  your {exercise.answer.__name__} is used from here on")
+        return fn
+    print(f"{exercise_id}  the worked answer stands in for {exercise.answer.__name__} until yours passes")
+    return exercise.answer
+
+
+def solution(exercise_id: str) -> None:
+    """Print the worked answer."""
+    try:
+        print(inspect.getsource(inspect.unwrap(getattr(find(exercise_id).answer, "fn", find(exercise_id).answer))))
+    except OSError as error:
+        raise LabError(f"The source of exercise {exercise_id}'s answer cannot be read: {error}.") from error

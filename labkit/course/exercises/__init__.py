@@ -1,0 +1,1 @@
+"""The exercises, one module a lab: what is asked, on which inputs, and which mistakes get which hint."""

@@ -1,0 +1,88 @@
+"""Predict before you measure: a guess is kept, then stands beside what was measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from labkit.course import progress
+from labkit.errors import LabError
+
+#: a measurement's property for each unit a guess may be written in, and the factor from the property to the unit
+_UNITS = {
+    "us": ("us", 1.0),
+    "ms": ("us", 1e-3),
+    "s": ("us", 1e-6),
+    "GB/s": ("gb_s", 1.0),
+    "TB/s": ("gb_s", 1e-3),
+    "TFLOP/s": ("tflop_s", 1.0),
+    "%": ("roofline_share", 100.0),
+}
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A learner's prediction; ``value`` is None as long as none was made."""
+
+    id: str
+    value: float | None
+    unit: str
+
+
+def number(value: float) -> str:
+    """Three significant digits, with thin groups for large numbers: 0.0123, 4.55, 302, 114 441."""
+    if value == 0 or not math.isfinite(value):
+        return str(value)
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}".replace(",", " ")
+
+
+def predict(id: str, value: float | None = None, unit: str = "") -> Guess:
+    """Keep a guess. ``None`` means not made yet: a line says so and everything runs on.
+
+    Raises LabError if ``value`` is not a finite number of at least zero.
+    """
+    if value is None:
+        print(f"{id}  no prediction yet: put a number in place of None" + (f" ({unit})" if unit else ""))
+        return Guess(id, None, unit)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise LabError(f"Prediction {id}: got {value!r}, needs a number of at least 0{f' in {unit}' if unit else ''}, or None.")
+    progress.keep("predictions", id, {"value": value, "unit": unit})
+    print(f"{id}  you predict {number(value)} {unit}".rstrip())
+    return Guess(id, float(value), unit)
+
+
+def score(guess: Guess, measurement, what: str = "measured") -> None:
+    """Print guess and measurement side by side and keep the ratio measured / guessed.
+
+    ``measurement`` is a Measurement (the guess's unit chooses the quantity), a Reading, or a number in the guess's unit.
+    """
+    value = _in_unit(measurement, guess)
+    if guess.value is None:
+        print(f"{guess.id}  {what} {number(value)} {guess.unit}; no prediction to set beside it".replace(" ;", ";"))
+        return
+    ratio = value / guess.value if guess.value else math.inf
+    off = max(ratio, 1 / ratio) if ratio else math.inf
+    verdict = "close" if off <= 1.25 else "right order" if off <= 3 else "far off: find out why"
+    print(
+        f"{guess.id}  you {number(guess.value)}, {what} {number(value)} {guess.unit}: ratio {number(ratio)}, {verdict}"
+    )
+    progress.keep("scores", guess.id, {"guess": guess.value, "measured": value, "unit": guess.unit, "ratio": ratio})
+
+
+def _in_unit(measurement, guess: Guess) -> float:
+    if isinstance(measurement, int | float):
+        return float(measurement)
+    if hasattr(measurement, "us"):
+        if guess.unit not in _UNITS:
+            raise LabError(
+                f"Prediction {guess.id} is in {guess.unit!r}, but {measurement.id} was timed: predict in one of {', '.join(_UNITS)},"
+                " or give score() the number itself."
+            )
+        name, factor = _UNITS[guess.unit]
+        return getattr(measurement, name) * factor
+    if hasattr(measurement, "value"):
+        if measurement.unit != guess.unit:
+            raise LabError(f"Prediction {guess.id} is in {guess.unit!r}, but {measurement.id} is in {measurement.unit!r}.")
+        return float(measurement.value)
+    raise LabError(f"Prediction {guess.id}: cannot score against a {type(measurement).__name__}; give a measurement or a number.")

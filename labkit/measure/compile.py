@@ -1,0 +1,246 @@
+"""Ahead-of-time compilation: a kernel's PTX, SASS, registers and occupancy on any architecture, with no GPU.
+
+Triton brings ptxas and cuobjdump along, so a laptop can answer most questions about a kernel: are the loads 16 bytes
+wide, does anything spill, how many blocks fit an SM. Compilation runs in its own process (``compile_worker``), because
+the notebook's process may run Triton's interpreter. Results are kept under ``$LABKIT_HOME/compiled``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from labkit.errors import LabError
+from labkit.hardware import catalogue
+from labkit.measure.sass import SassStats
+from labkit.measure.source import kernel_source, unwrap
+from labkit.paths import home, replace_file
+
+ARCHITECTURES = {
+    "sm_80": "8.0",
+    "sm_86": "8.6",
+    "sm_89": "8.9",
+    "sm_90": "9.0",
+    "sm_100": "10.0",
+    "sm_120": "12.0",
+}
+_WORKER = Path(__file__).with_name("compile_worker.py")
+_TYPE = re.compile(r"\*?k?(fp16|bf16|fp32|fp64|fp8e4nv|fp8e4b15|fp8e5|[iu](1|8|16|32|64))$|\*\*|tensordesc|nvTmaDesc")
+_TIMEOUT_S = 300
+
+# Granularity of allocation, the same on all six architectures (CUDA C++ Programming Guide and occupancy calculator):
+# registers in units of 256 a warp from one of four register files, shared memory in 128 B after 1 KiB for the system.
+_REGISTER_UNIT, _REGISTER_FILES, _SHARED_UNIT, _SHARED_RESERVE = 256, 4, 128, 1024
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Resident warps an SM. ``limit``, which keeps another block out: warps, registers, shared memory or blocks."""
+
+    blocks: int
+    warps: int
+    max_warps: int
+    limit: str
+
+    @property
+    def fraction(self) -> float:
+        return self.warps / self.max_warps
+
+    def __str__(self) -> str:
+        return (
+            f"{100 * self.fraction:.0f} % ({self.warps} of {self.max_warps} warps an SM: "
+            f"{self.blocks} block{'s' * (self.blocks != 1)}, limited by {self.limit})"
+        )
+
+
+def occupancy(arch: str, registers: int, shared_bytes: int, num_warps: int) -> Occupancy:
+    """Blocks that fit an SM at once. ``registers`` a thread, ``shared_bytes`` and ``num_warps`` a block."""
+    limits = catalogue.limits(ARCHITECTURES[_known(arch)])
+    a_warp = -(-max(registers, 1) * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    warps_by_registers = limits["registers_per_sm"] // _REGISTER_FILES // a_warp * _REGISTER_FILES
+    a_block = -(-(shared_bytes + _SHARED_RESERVE) // _SHARED_UNIT) * _SHARED_UNIT
+    fits = {
+        "warps": limits["max_warps_per_sm"] // num_warps,
+        "registers": warps_by_registers // num_warps,
+        "shared memory": limits["shared_per_sm_bytes"] // a_block,
+        "blocks": limits["max_blocks_per_sm"],
+    }
+    limit = min(fits, key=fits.get)  # of equals, the first
+    return Occupancy(fits[limit], fits[limit] * num_warps, limits["max_warps_per_sm"], limit)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel compiled for one architecture. Registers are a thread's, ``shared_bytes`` a block's."""
+
+    name: str
+    arch: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    ptx: str
+    ttgir: str
+    sass: str
+
+    @property
+    def spills(self) -> int:
+        """Bytes a thread spills: stores plus loads, as ptxas counts them (each instruction once)."""
+        return self.spill_store_bytes + self.spill_load_bytes
+
+    @property
+    def occupancy(self) -> Occupancy:
+        return occupancy(self.arch, self.registers, self.shared_bytes, self.num_warps)
+
+    @cached_property
+    def stats(self) -> SassStats:
+        return SassStats.parse(self.sass)
+
+    def count(self, pattern: str) -> int:
+        """SASS instructions with that stem and at least those modifiers: ``count("LDG.E.128")``."""
+        return self.stats.count(pattern)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} for {self.arch}, {self.num_warps} warps: {self.registers} registers, "
+            f"{self.spills} bytes spilled, {self.shared_bytes} bytes of shared memory, occupancy {self.occupancy}"
+        )
+
+
+def compile_kernel(
+    kernel,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, object] | None = None,
+    arch: str = "sm_89",
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    num_ctas: int = 1,
+    maxnreg: int | None = None,
+    divisible_by_16: Collection[str] | None = None,
+) -> Compiled:
+    """Compile ``kernel`` (under triton.jit or gluon.jit, in a file or a notebook cell) for ``arch``, without a GPU.
+
+    ``signature``: argument -> type ("*fp16", "i32", "fp32"); ``constexprs``: argument -> value. ``divisible_by_16``
+    names the pointers and integers that a launch would find to be multiples of 16; by default all of them, as with
+    fresh tensors and round sizes. Raises LabError for an unknown architecture, arguments that do not fit the kernel, a
+    kernel that does not compile, or one that needs more shared memory than a block of ``arch`` can have.
+    """
+    arch = _known(arch)
+    source = kernel_source(kernel)
+    constexprs = {**_defaults(kernel, source.constexprs), **(constexprs or {})}
+    signature = _complete(source, signature, constexprs)
+    if divisible_by_16 is None:
+        divisible_by_16 = [n for n, t in signature.items() if t.startswith("*") or re.fullmatch(r"[iu](32|64)", t)]
+    elif unknown := set(divisible_by_16) - {n for n, t in signature.items() if t != "constexpr"}:
+        raise LabError(f"{source.name}: divisible_by_16 names {', '.join(sorted(unknown))}, no runtime argument.")
+    options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
+    request = {
+        "name": source.name,
+        "module": source.module,
+        "gluon": source.gluon,
+        "signature": signature,
+        "constexprs": _pickled(source.name, constexprs),
+        "divisible": sorted(divisible_by_16),
+        "capability": int(arch[3:]),
+        "options": options if maxnreg is None else {**options, "maxnreg": maxnreg},
+    }
+    key = hashlib.sha256(
+        repr((source.digest, sorted(request.items()), version("triton"), _WORKER.read_bytes())).encode()
+    ).hexdigest()
+    kept = home() / "compiled" / f"{key}.json"
+    reply = _read(kept)
+    if reply is None:
+        reply = _run({**request, "files": source.files, "path": sys.path})
+        if error := reply.get("error"):
+            where = f"\n    {error['line']}" if error["line"] else ""
+            raise LabError(f"{source.name} does not compile for {arch}: {error['message']}{where}")
+        replace_file(kept, json.dumps(reply))
+    compiled = Compiled(name=source.name, arch=arch, **reply)
+    room = catalogue.limits(ARCHITECTURES[arch])["shared_per_block_bytes"]
+    if compiled.shared_bytes > room:
+        raise LabError(
+            f"{source.name} needs {compiled.shared_bytes} bytes of shared memory a block, and {arch} has {room}: "
+            f"take smaller blocks, or fewer stages than {compiled.num_stages}."
+        )
+    return compiled
+
+
+def _known(arch: str) -> str:
+    """sm_90a means sm_90: Triton always compiles for the architecture's own instructions."""
+    name = arch.removesuffix("a")
+    if name not in ARCHITECTURES:
+        raise LabError(f"Unknown architecture {arch!r}; labkit compiles for {', '.join(ARCHITECTURES)}.")
+    return name
+
+
+def _defaults(kernel, constexprs: Collection[str]) -> dict:
+    parameters = inspect.signature(unwrap(kernel)).parameters
+    return {n: parameters[n].default for n in constexprs if parameters[n].default is not inspect.Parameter.empty}
+
+
+def _complete(source, signature: Mapping[str, str], constexprs: Mapping) -> dict[str, str]:
+    """The types of all arguments in the kernel's order. Raises LabError if they do not fit the kernel."""
+    wanted = f"{source.name} takes ({', '.join(source.arguments)})"
+    if unknown := [n for n in (*signature, *constexprs) if n not in source.arguments]:
+        raise LabError(f"{wanted}; it has no argument {', '.join(dict.fromkeys(unknown))}.")
+    given = {n: t for n, t in signature.items() if t != "constexpr"}
+    if both := [n for n in given if n in constexprs]:
+        raise LabError(f"{source.name}: {', '.join(both)} has a type and a constexpr value; give one of the two.")
+    if missing := [n for n in source.constexprs if n not in constexprs]:
+        raise LabError(f"{wanted}; the constexpr {', '.join(missing)} needs a value in constexprs.")
+    if missing := [n for n in source.arguments if n not in given and n not in constexprs]:
+        raise LabError(
+            f"{wanted}; the signature needs a type for {', '.join(missing)}, such as '*fp16', 'i32' or 'fp32'."
+        )
+    if bad := [f"{n}={t!r}" for n, t in given.items() if not isinstance(t, str) or not _TYPE.match(t)]:
+        raise LabError(
+            f"{source.name}: {', '.join(bad)} is no Triton type; write '*fp16' for a pointer, 'i32', 'fp32'."
+        )
+    return {n: given.get(n, "constexpr") for n in source.arguments}
+
+
+def _pickled(name: str, constexprs: Mapping) -> bytes:
+    try:
+        return pickle.dumps(dict(constexprs), protocol=4)
+    except Exception as error:
+        raise LabError(f"{name}: a constexpr value cannot be carried to the compiler's process ({error}).") from error
+
+
+def _read(kept: Path) -> dict | None:
+    try:
+        return json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _run(request: dict) -> dict:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+    command = [sys.executable, "-P", str(_WORKER)]
+    try:
+        done = subprocess.run(
+            command, input=pickle.dumps(request), capture_output=True, env=environment, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LabError(
+            f"{request['name']}: the compiler took more than {_TIMEOUT_S} s; take smaller blocks."
+        ) from error
+    try:
+        return json.loads(done.stdout)
+    except ValueError as error:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        raise LabError(f"{request['name']}: the compiler process ended with code {done.returncode}: {last}") from error
