@@ -1,7 +1,7 @@
 """The course's shared package. ``import labkit as lab``; names are loaded when they are first used.
 
-Loading lazily keeps ``import labkit.engine`` free of matplotlib and ipywidgets, and lets ``lab.setup()`` choose the tier
-before any kernel is imported.
+Loading lazily keeps ``import labkit.engine`` free of matplotlib and ipywidgets, and lets ``lab.setup()`` choose the
+tier before any kernel is imported.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ class Missing(SystemExit):
 def check_python(version=sys.version_info) -> None:
     if version < (3, 11):
         found = ".".join(map(str, version[:3]))
-        raise Missing(f"Python 3.11 or newer is needed, this is {found}: install one and run `make lab PYTHON=python3.12`.")
+        raise Missing(
+            f"Python 3.11 or newer is needed, this is {found}: install one and run `make lab PYTHON=python3.12`."
+        )
 
 
 def check_venv_module() -> None:
@@ -43,7 +45,9 @@ def check_venv_module() -> None:
         import venv  # noqa: F401
     except ImportError as error:
         package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
-        raise Missing(f"Python's venv module is missing: install it, on Debian or Ubuntu with `sudo apt install {package}`.") from error
+        raise Missing(
+            f"Python's venv module is missing: install it, on Debian or Ubuntu with `sudo apt install {package}`."
+        ) from error
 
 
 def check_disk(where: Path, needs_gb: float) -> None:
@@ -51,7 +55,10 @@ def check_disk(where: Path, needs_gb: float) -> None:
         where = where.parent
     free_gb = shutil.disk_usage(where).free / 1e9
     if free_gb < needs_gb:
-        raise Missing(f"{needs_gb:.0f} GB of disk are needed under {where}, {free_gb:.1f} GB are free: make room, then run it again.")
+        raise Missing(
+            f"{needs_gb:.0f} GB of disk are needed under {where}, {free_gb:.1f} GB are free: "
+            "make room, then run it again."
+        )
 
 
 def pins(extra: str) -> str:
@@ -81,10 +88,14 @@ def explain(stderr: str) -> str:
     """The likely cause of a failed pip call."""
     if re.search(r"No space left|Errno 28", stderr):
         return "the disk is full."
-    if re.search(r"NewConnectionError|name resolution|Network is unreachable|timed out|ConnectionError|ProxyError", stderr, re.I):
+    unreachable = r"NewConnectionError|name resolution|Network is unreachable|timed out|ConnectionError|ProxyError"
+    if re.search(unreachable, stderr, re.I):
         return "the package index cannot be reached: check the network, or pip's proxy and index settings."
     if re.search(r"No matching distribution|Could not find a version", stderr):
-        return "a pinned package is not offered to this pip: check the network, the index settings and the Python version (3.11 to 3.13)."
+        return (
+            "a pinned package is not offered to this pip: "
+            "check the network, the index settings and the Python version (3.11 to 3.13)."
+        )
     last = [line for line in stderr.strip().splitlines() if line.strip()]
     return f"an installation step failed ({last[-1].strip() if last else 'no message'})."
 
@@ -117,7 +128,7 @@ def model() -> None:
 
 
 def free_port(wanted: str | None) -> int:
-    """``wanted`` if it is free, else the first free one from 8888. A port that was asked for and is taken is refused."""
+    """``wanted`` if it is free, else the first free one from 8888. One that was asked for and is taken is refused."""
     first = int(wanted or 8888)
     for port in range(first, first + 1 if wanted else first + 50):
         with socket.socket() as probe:
@@ -135,7 +146,10 @@ def open_lab() -> None:
     port = free_port(os.environ.get("PORT"))
     command = [str(PYTHON), "-m", "jupyterlab", f"--port={port}", "--ServerApp.port_retries=0"]
     if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"):
-        print(f"labkit: no display here. Open the address with the token below; from another machine, first `ssh -L {port}:localhost:{port} HOST`.")
+        print(
+            "labkit: no display here. Open the address with the token below; "
+            f"from another machine, first `ssh -L {port}:localhost:{port} HOST`."
+        )
         command.append("--no-browser")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")

@@ -9,7 +9,9 @@ from labkit.errors import LabError
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="labkit", description="The course's helper: look at the machine, fetch the model, record.")
+    parser = argparse.ArgumentParser(
+        prog="labkit", description="The course's helper: look at the machine, fetch the model, record, grade."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="say what this machine can run, and what to do about the rest")
     doctor.add_argument("--full", action="store_true", help="also verify the model's checksum")

@@ -1,1 +1,1 @@
-"""Worked answers, one module a notebook. `lab.solution(id)` prints them; the notebooks run on them where a check has not passed."""
+"""Worked answers, one module a notebook; ``lab.solution(id)`` prints them, and notebooks run on them meanwhile."""

@@ -23,7 +23,8 @@ def refused(call, *args, **kwargs):
 def test_an_old_python_is_named(capsys):
     refused(bootstrap.check_python, (3, 9, 18))
     assert capsys.readouterr().err == (
-        "labkit setup: Python 3.11 or newer is needed, this is 3.9.18: install one and run `make lab PYTHON=python3.12`.\n"
+        "labkit setup: Python 3.11 or newer is needed, this is 3.9.18: "
+        "install one and run `make lab PYTHON=python3.12`.\n"
     )
 
 

@@ -47,7 +47,8 @@ def test_the_rule_can_fail(tmp_path):
 
 
 def test_the_engine_loads_no_figures_and_no_widgets():
-    code = "import sys, labkit, labkit.engine; print(*[m for m in ('matplotlib', 'ipywidgets', 'transformers') if m in sys.modules])"
+    heavy = "'matplotlib', 'ipywidgets', 'transformers'"
+    code = f"import sys, labkit, labkit.engine; print(*[m for m in ({heavy}) if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
     assert out.strip() == ""
 

@@ -75,7 +75,8 @@ def judge(exercise: Exercise, fn: Callable) -> Report:
             return Report(id, False, False, lines=(f"{id}  not tried yet",))
         except _Overtime:
             lines.append(
-                f"{id}  {trial.name}: stopped after {exercise.time_limit_s:g} s without an answer; look for a loop that never ends"
+                f"{id}  {trial.name}: stopped after {exercise.time_limit_s:g} s without an answer; "
+                "look for a loop that never ends"
             )
             return Report(id, False, True, lines=tuple(lines))
         except Exception as error:  # the learner's code may raise anything

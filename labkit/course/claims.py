@@ -19,7 +19,7 @@ _decided: dict[str, tuple[str, str]] = {}  # in this process, in the order they 
 
 @cache
 def claims() -> dict[str, dict]:
-    """All claims by id: ``claim`` (its words), ``lab`` (where it is tested), ``expected`` (the authors' own finding)."""
+    """All claims by id: ``claim`` (its words), ``lab`` (where it is tested), ``expected`` (what the authors found)."""
     return {row["id"]: row for row in json.loads(files("labkit.course").joinpath("claims.json").read_text("utf-8"))}
 
 
@@ -30,7 +30,7 @@ def claim(claim_id: str, holds: bool | None, evidence: str) -> None:
     """
     row = claims().get(claim_id)
     if row is None:
-        raise LabError(f"There is no claim {claim_id!r}; claims are named S0-01 to S0-… and S1-01 to S1-…, see lab.ledger().")
+        raise LabError(f"There is no claim {claim_id!r}; they are named like S0-01 and S1-150, see claims.json.")
     if holds is not None:
         if not hasattr(holds, "__bool__"):
             raise LabError(f"Claim {claim_id}: holds must be True, False or None, got {type(holds).__name__}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ from labkit.errors import LabError
 class Explorer:
     """Shows ``draw(**values) -> (figure, words)`` for values that can be changed.
 
-    ``controls`` maps each of draw's parameters to the list of values it may take; the static twin shows those in ``start``,
-    and the first of the list for parameters not in it. Display it as a cell's last expression: its MIME bundle holds the widget,
-    a PNG and the words. Stored notebooks keep the PNG and the words; the widget is made anew where a kernel runs.
+    ``controls`` maps each of draw's parameters to the list of values it may take; the static twin shows those in
+    ``start``, and the first of the list for parameters not in it. Display it as a cell's last expression: its MIME
+    bundle holds the widget, a PNG and the words. Stored notebooks keep the PNG and the words; the widget is made anew
+    where a kernel runs.
     """
 
     def __init__(
@@ -29,10 +31,12 @@ class Explorer:
             if value not in controls[name]:
                 raise LabError(f"{name}={value!r} is not among the values offered: {controls[name]}")
 
-    def render(self) -> tuple[bytes, str]:
-        """The picture and its words for the current values."""
+    def render(self, caption: bool = False) -> tuple[bytes, str]:
+        """The picture and its words for the current values; with ``caption``, the words stand in the picture too."""
         fig, words = self.draw(**self.values)
         try:
+            if caption:
+                fig.suptitle(textwrap.fill(words, 90), fontsize=10, x=0.01, ha="left")
             return png(fig), words
         finally:
             plt.close(fig)
@@ -66,7 +70,7 @@ class Explorer:
         return w.VBox([*sliders.values(), image, words])
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        picture, words = self.render()
+        picture, words = self.render(caption=True)
         state = ", ".join(f"{name} = {_label(value)}" for name, value in self.values.items())
         view = self.widget()._repr_mimebundle_() if _has_kernel() else {}
         twin = {"image/png": base64.b64encode(picture).decode(), "text/plain": f"Widget ({state}): {words}"}

@@ -46,7 +46,8 @@ def predict(id: str, value: float | None = None, unit: str = "") -> Guess:
         print(f"{id}  no prediction yet: put a number in place of None" + (f" ({unit})" if unit else ""))
         return Guess(id, None, unit)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise LabError(f"Prediction {id}: got {value!r}, needs a number of at least 0{f' in {unit}' if unit else ''}, or None.")
+        needs = f"a number of at least 0{f' in {unit}' if unit else ''}, or None"
+        raise LabError(f"Prediction {id}: got {value!r}, needs {needs}.")
     progress.keep("predictions", id, {"value": value, "unit": unit})
     print(f"{id}  you predict {number(value)} {unit}".rstrip())
     return Guess(id, float(value), unit)
@@ -55,7 +56,7 @@ def predict(id: str, value: float | None = None, unit: str = "") -> Guess:
 def score(guess: Guess, measurement, what: str = "measured") -> None:
     """Print guess and measurement side by side and keep the ratio measured / guessed.
 
-    ``measurement`` is a Measurement (the guess's unit chooses the quantity), a Reading, or a number in the guess's unit.
+    ``measurement``: a Measurement (the guess's unit chooses the quantity), a Reading, or a number in the guess's unit.
     """
     value = _in_unit(measurement, guess)
     if guess.value is None:
@@ -76,13 +77,16 @@ def _in_unit(measurement, guess: Guess) -> float:
     if hasattr(measurement, "us"):
         if guess.unit not in _UNITS:
             raise LabError(
-                f"Prediction {guess.id} is in {guess.unit!r}, but {measurement.id} was timed: predict in one of {', '.join(_UNITS)},"
-                " or give score() the number itself."
+                f"Prediction {guess.id} is in {guess.unit!r}, but {measurement.id} was timed: "
+                f"predict in one of {', '.join(_UNITS)}, or give score() the number itself."
             )
         name, factor = _UNITS[guess.unit]
         return getattr(measurement, name) * factor
     if hasattr(measurement, "value"):
         if measurement.unit != guess.unit:
-            raise LabError(f"Prediction {guess.id} is in {guess.unit!r}, but {measurement.id} is in {measurement.unit!r}.")
+            raise LabError(
+                f"Prediction {guess.id} is in {guess.unit!r}, but {measurement.id} is in {measurement.unit!r}."
+            )
         return float(measurement.value)
-    raise LabError(f"Prediction {guess.id}: cannot score against a {type(measurement).__name__}; give a measurement or a number.")
+    kind = type(measurement).__name__
+    raise LabError(f"Prediction {guess.id}: cannot score against a {kind}; give a measurement or a number.")

@@ -47,7 +47,9 @@ def load() -> dict[str, dict]:
     except ValueError as error:
         aside = path.with_name(f"{path.stem}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json")
         os.replace(path, aside)
-        print(f"The progress file {path.name} could not be read ({error}). It was kept as {aside.name}; a new one begins.")
+        print(
+            f"The progress file {path.name} could not be read ({error}). It is kept as {aside.name}; a new one begins."
+        )
         data = {}
     return {section: data.get(section, {}) for section in SECTIONS}
 
@@ -62,4 +64,5 @@ def keep(section: str, key: str, entry: dict) -> None:
             data[section][key] = entry | {"at": datetime.now(UTC).isoformat(timespec="seconds")}
             replace_file(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
-        print(f"Your progress could not be saved under {path.parent} ({error.strerror or error}); the lab goes on without it.")
+        why = error.strerror or error
+        print(f"Your progress could not be saved under {path.parent} ({why}); the lab goes on without it.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from labkit.course.grade import NOTEBOOKS, run_notebook
@@ -26,8 +27,10 @@ def record(labs: list[str], out: str | None = None) -> int:
     target = Path(out) if out else recording_path()
     os.environ["LABKIT_RECORD"] = str(target.resolve())
     os.environ["LABKIT_LEARNER"] = "record"
-    for path in chosen:
-        print(f"recording {path.name}", flush=True)
-        run_notebook(path)
+    with tempfile.TemporaryDirectory() as cold:
+        os.environ["TRITON_CACHE_DIR"] = cold  # the labs time a first call: it must compile
+        for path in chosen:
+            print(f"recording {path.name}", flush=True)
+            run_notebook(path)
     print(f"recorded in {target}")
     return 0

@@ -30,9 +30,10 @@ def setup(seed: int = 0) -> None:
         return
     late = [m for m in sys.modules if m.startswith("kernels.") and m != "kernels.op"]
     if late and os.environ.get("TRITON_INTERPRET") != "1":
-        print("tier: recorded, but kernels were imported before lab.setup(): restart the kernel and run this cell first")
+        print("tier: recorded, but kernels were imported before lab.setup(): restart and run this cell first")
         return
     os.environ["TRITON_INTERPRET"] = "1"
     from labkit.measure import recorded_gpu
 
-    print(f"tier: recorded | no GPU: kernels run in Triton's interpreter, measurements are replayed from {recorded_gpu()}")
+    source = recorded_gpu()
+    print(f"tier: recorded | no GPU: kernels run in Triton's interpreter, measurements are replayed from {source}")

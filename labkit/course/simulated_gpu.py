@@ -1,7 +1,7 @@
 """A GPU's queue in a few lines: enough to show what a host clock sees, and to grade timers without a GPU.
 
-The host pays ``launch_us`` to put a kernel into the queue and goes on; the device runs the queue in order, ``kernel_us``
-each. The very first launch also keeps the host for ``first_us``, as compilation and module loading do.
+The host pays ``launch_us`` to put a kernel into the queue and goes on; the device runs the queue in order,
+``kernel_us`` each. The very first launch also keeps the host for ``first_us``, as compilation and module loading do.
 """
 
 from __future__ import annotations

@@ -54,4 +54,3 @@ def show(fig: Figure, alt: str) -> None:
             raise ValueError(f"the axes {axes.get_title()!r} lack a label on x or y")
     display({"image/png": png(fig), "text/plain": f"Figure: {alt}"}, metadata={"image/png": {"alt": alt}}, raw=True)
     plt.close(fig)
-

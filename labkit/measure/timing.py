@@ -118,10 +118,14 @@ class CudaGpu:
 
     def capture(self, calls: Sequence[Callable]) -> Callable[[], None]:
         """A callable that replays ``calls`` in this order as one graph. Raises what the capture raises."""
-        graph = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        graph, before = self.torch.cuda.CUDAGraph(), self.torch.cuda.current_stream()
+        try:
+            with self.torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+        except BaseException:
+            self.torch.cuda.set_stream(before)  # a capture that fails on its way out leaves its own stream current
+            raise
         return graph.replay
 
 

@@ -58,7 +58,7 @@ def test_the_answer_passes_and_a_stub_is_not_an_attempt():
         (lambda x: 2 * x / (x - 1), r"value \[1\] is inf, expected 2\.00"),
         (lambda x: 2 * x * (x / x), r"1 of 3 values are NaN"),
         (lambda x: 2.1 * x, r"value \[2\] is 4\.20, expected 4\.00"),
-        (lambda x: x.nothing, r"raised AttributeError: 'Tensor' object has no attribute 'nothing', line 1 of your function"),
+        (lambda x: x.nothing, r"raised AttributeError: 'Tensor' .* attribute 'nothing', line 1 of your function"),
         (lambda x: 1 / 0, r"raised ZeroDivisionError: division by zero"),
     ],
 )

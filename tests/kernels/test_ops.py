@@ -20,6 +20,7 @@ RUNS = [
 ON_CPU = [p for p in RUNS if p.values[0].interpreted and p.values[2] != torch.bfloat16]  # the interpreter's bf16 is off
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, on inputs meant to overflow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels are compiled, not interpreted")
 @pytest.mark.parametrize(("op", "case", "dtype"), ON_CPU)
 def test_interpreted_kernel_matches_the_definition(op, case, dtype, monkeypatch):

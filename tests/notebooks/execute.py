@@ -16,7 +16,9 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 def execute(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources, store_widget_state=False).execute()
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources=resources, store_widget_state=False
+    ).execute()
     nbformat.write(cleaned(notebook), path)
 
 

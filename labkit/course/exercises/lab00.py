@@ -74,11 +74,13 @@ EXERCISES = (
         tolerance=0.03,
         hints=(
             Hint(
-                "your number includes the first launch, which compiles. Launch `warmup` times and synchronize before the clock starts.",
+                "your number includes the first launch, which compiles. "
+                "Launch `warmup` times and synchronize before the clock starts.",
                 lambda i, g, w: g > 100 * w,
             ),
             Hint(
-                "your number is the cost of launching, not of running: synchronize before you read the clock a second time.",
+                "your number is the cost of launching, not of running: "
+                "synchronize before you read the clock a second time.",
                 lambda i, g, w: 4.0 <= g <= 8.0 < w,
             ),
             Hint(
@@ -102,7 +104,10 @@ EXERCISES = (
             _loop("none", [5, 6], 0, 2),
         ),
         hints=(
-            Hint("each token must be an int: int(logits.argmax()).", lambda i, g, w: any(not isinstance(t, int) for t in g)),
+            Hint(
+                "each token must be an int: int(logits.argmax()).",
+                lambda i, g, w: any(not isinstance(t, int) for t in g),
+            ),
             Hint(
                 "the prompt came back too: return only the new tokens.",
                 lambda i, g, w: len(g) == len(w) + len(i["ids"]),

@@ -29,7 +29,7 @@ EXERCISES = (
         hints=(
             Hint("that is in gigabits a second; a byte has 8 bits.", _off_by(8.0)),
             Hint(
-                "the rate per pin already counts both clock edges, and the bus is shared by reads and writes: no factor 2.",
+                "the rate per pin already counts both clock edges, and reads and writes share the bus: no factor 2.",
                 _off_by(2.0),
             ),
         ),
@@ -40,9 +40,14 @@ EXERCISES = (
         answers.crossover_tokens,
         trials=(
             _trial("Llama-3-8B in bf16", layers=32, kv_heads=8, head_dim=128, weight_bytes=15.01e9),
-            _trial("a 7B model without grouped-query attention", layers=32, kv_heads=32, head_dim=128, weight_bytes=15.4e9),
+            _trial("a 7B model without grouped queries", layers=32, kv_heads=32, head_dim=128, weight_bytes=15.4e9),
             _trial(
-                "4-bit weights, 8-bit cache", layers=32, kv_heads=8, head_dim=128, weight_bytes=3.9e9, kv_bytes_per_value=1
+                "4-bit weights, 8-bit cache",
+                layers=32,
+                kv_heads=8,
+                head_dim=128,
+                weight_bytes=3.9e9,
+                kv_bytes_per_value=1,
             ),
         ),
         tolerance=1e-3,
@@ -56,7 +61,10 @@ EXERCISES = (
                 "values have kv_bytes_per_value bytes each; do not fix them at 2.",
                 lambda i, got, want: i.get("kv_bytes_per_value", 2) != 2 and abs(2 * got / want - 1) < 1e-3,
             ),
-            Hint("the quotient is upside down: weight bytes over bytes per token.", lambda i, got, want: abs(got * want - 1) < 1e-3),
+            Hint(
+                "the quotient is upside down: weight bytes over bytes per token.",
+                lambda i, got, want: abs(got * want - 1) < 1e-3,
+            ),
         ),
     ),
     Exercise(
@@ -84,7 +92,8 @@ EXERCISES = (
                 lambda i, got, want: i["batch"] > 1 and i["context"] > 0 and got > 1.02 * want,
             ),
             Hint(
-                "at a large batch the arithmetic takes longer than the reading: a step lasts as long as the longer of the two.",
+                "at a large batch the arithmetic takes longer than the reading: "
+                "a step lasts as long as the longer of the two.",
                 lambda i, got, want: i["context"] == 0 and got > 1.02 * want,
             ),
         ),

@@ -39,7 +39,9 @@ def steps(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_
 
 
 def weights_each(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s):
-    return batch / _seconds(batch * (weight_bytes + context * kv_bytes_per_token), batch * flops_per_token, gb_s, tflop_s)
+    return batch / _seconds(
+        batch * (weight_bytes + context * kv_bytes_per_token), batch * flops_per_token, gb_s, tflop_s
+    )
 
 
 def one_cache(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s):
