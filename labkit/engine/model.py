@@ -14,11 +14,15 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.engine.cache import KVCache
 from labkit.engine.config import ModelConfig
 from labkit.engine.weights import LayerWeights, Weights
 from labkit.errors import LabError
+
+# cuDNN plans anew for each length it has not met: a growing cache would pay some 50 ms a token (H200, torch 2.11).
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -111,10 +115,11 @@ class Model:
         cos, sin = rotary_table(positions, self._freqs)
         hidden, eps = (c.hidden_size,), c.rms_eps
         x = F.embedding(ids.reshape(-1), w.embedding)  # [batch * n, hidden]: rows are tokens from here on
-        for i, layer in enumerate(w.layers):
-            x += self._attention(layer, i, F.rms_norm(x, hidden, layer.attn_norm, eps), cos, sin, cache, n)
-            gate, up = F.linear(F.rms_norm(x, hidden, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
-            x += F.linear(F.silu(gate) * up, layer.down)
+        with sdpa_kernel(SDPA_BACKENDS):
+            for i, layer in enumerate(w.layers):
+                x += self._attention(layer, i, F.rms_norm(x, hidden, layer.attn_norm, eps), cos, sin, cache, n)
+                gate, up = F.linear(F.rms_norm(x, hidden, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
+                x += F.linear(F.silu(gate) * up, layer.down)
         if cache is not None:
             cache.advance(n)
         x = x.view(batch, n, -1) if all_logits else x.view(batch, n, -1)[:, -1]
