@@ -25,7 +25,7 @@ import triton.language as tl
 
 from kernels.op import Case, Cost, Op
 
-CHUNK = 16384  # elements a partial sum of `read` covers
+CHUNK = 8192  # elements a partial sum of `read` covers
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
