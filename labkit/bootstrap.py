@@ -145,6 +145,8 @@ def open_lab() -> None:
     """Replace this process with JupyterLab on lab 00; without a display it prints its address and stays up."""
     port = free_port(os.environ.get("PORT"))
     command = [str(PYTHON), "-m", "jupyterlab", f"--port={port}", "--ServerApp.port_retries=0"]
+    # a classroom may have no network: no look-ups of news and new versions
+    command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"):
         print(
             "labkit: no display here. Open the address with the token below; "
