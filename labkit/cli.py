@@ -41,12 +41,12 @@ def _doctor(args) -> int:
 
 def _model(args) -> int:
     from labkit.engine.fetch import fetch_model, verify_model
-    from labkit.engine.gguf import convert
+    from labkit.engine.gguf import converted_folder
 
     path = fetch_model(args.name)
     verify_model(args.name)
     print(f"model: {path} (verified)")
-    print(f"weights: {convert(path)}")
+    print(f"weights: {converted_folder(path)}")
     return 0
 
 
