@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def recorded_gpu(folder: Path | None = None) -> str:
 
 @cache
 def _live_spec() -> DeviceSpec:
-    return probe().spec
+    found = probe()
+    return replace(found.spec, remarks=(*map(str, found.differences), *found.notes))
 
 
 def device() -> DeviceSpec:

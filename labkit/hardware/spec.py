@@ -32,7 +32,8 @@ class DeviceSpec:
 
     ``tensor_tflops`` holds dense tensor-core rates by dtype (fp16, bf16, tf32, fp8 with fp32 accumulation; int8 in
     TOP/s with int32 accumulation). GeForce cards run fp16 and fp8 faster when they accumulate in fp16: those rates
-    stand apart, in ``tensor_tflops_fp16_accumulate``. ``origin`` is "catalogue" or "probed". The dicts are read-only
+    stand apart, in ``tensor_tflops_fp16_accumulate``. ``origin`` is "catalogue" or "probed"; ``remarks`` are a probe's:
+    where the machine reports something else than the catalogue, both values. The dicts are read-only
     by convention.
     """
 
@@ -62,6 +63,7 @@ class DeviceSpec:
     source: str = ""
     aliases: tuple[str, ...] = ()
     origin: str = "catalogue"
+    remarks: tuple[str, ...] = ()
 
     @property
     def fp32_tflops(self) -> float | None:
@@ -139,7 +141,8 @@ class DeviceSpec:
             ("NVLink, both directions", "none" if self.nvlink_gb_s == 0 else _text(self.nvlink_gb_s, "{:.0f} GB/s")),
             ("power limit", _text(self.tdp_w, "{:.0f} W")),
         ]
-        return "\n".join(f"{name:<24}{value.strip() or 'unknown'}" for name, value in rows)
+        lines = [f"{name:<24}{value.strip() or 'unknown'}" for name, value in rows]
+        return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
 
 def _text(value, form: str, unit: float = 1) -> str:

@@ -145,3 +145,16 @@ class TestDevice:
         monkeypatch.setattr(hardware, "is_live", lambda: True)
         monkeypatch.setattr(hardware, "_live_spec", lambda: "probed")
         assert hardware.device() == "probed"
+
+
+def test_the_device_shows_both_values_where_machine_and_catalogue_differ(monkeypatch):
+    nvml = FakeNvml(nvmlDeviceGetMaxClockInfo={1: 1785, 2: 3201})
+    found = probe(torch=fake_torch(), nvml=nvml)
+    monkeypatch.setattr(hardware, "probe", lambda: found)
+    monkeypatch.setattr(hardware, "is_live", lambda: True)
+    hardware._live_spec.cache_clear()
+    try:
+        table = hardware.device().table()
+    finally:
+        hardware._live_spec.cache_clear()
+    assert "note: maximum SM clock: catalogue 1980 MHz, NVML 1785 MHz (used: NVML's)" in table
