@@ -11,6 +11,7 @@ import importlib
 _WHERE = {
     "setup": "labkit.course.session",
     "device": "labkit.hardware",
+    "is_live": "labkit.hardware",
     "Monitor": "labkit.hardware",
     "reading": "labkit.measure",
     "recorded": "labkit.measure",
