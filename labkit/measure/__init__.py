@@ -4,7 +4,7 @@ import sys
 import types
 
 from labkit.hardware import recorded_gpu
-from labkit.measure.compile import ARCHITECTURES, Compiled, Occupancy, compile_kernel, occupancy
+from labkit.measure.compile import ARCHITECTURES, Compiled, compile_kernel
 from labkit.measure.lock import exclusive
 from labkit.measure.measure import ceilings, measure, reading, recorded, recording_path
 from labkit.measure.measurement import Ceilings, Measurement, Reading
@@ -17,7 +17,6 @@ __all__ = [
     "Ceilings",
     "Compiled",
     "Measurement",
-    "Occupancy",
     "Reading",
     "Recording",
     "SassStats",
@@ -27,7 +26,6 @@ __all__ = [
     "exclusive",
     "load",
     "measure",
-    "occupancy",
     "reading",
     "recorded",
     "recorded_gpu",

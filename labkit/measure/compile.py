@@ -21,6 +21,7 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
+from labkit.analysis.occupancy import Occupancy, occupancy
 from labkit.errors import LabError
 from labkit.hardware import catalogue
 from labkit.measure.sass import SassStats
@@ -38,46 +39,6 @@ ARCHITECTURES = {
 _WORKER = Path(__file__).with_name("compile_worker.py")
 _TYPE = re.compile(r"\*?k?(fp16|bf16|fp32|fp64|fp8e4nv|fp8e4b15|fp8e5|[iu](1|8|16|32|64))$|\*\*|tensordesc|nvTmaDesc")
 _TIMEOUT_S = 300
-
-# Granularity of allocation, the same on all six architectures (CUDA C++ Programming Guide and occupancy calculator):
-# registers in units of 256 a warp from one of four register files, shared memory in 128 B after 1 KiB for the system.
-_REGISTER_UNIT, _REGISTER_FILES, _SHARED_UNIT, _SHARED_RESERVE = 256, 4, 128, 1024
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    """Resident warps an SM. ``limit``, which keeps another block out: warps, registers, shared memory or blocks."""
-
-    blocks: int
-    warps: int
-    max_warps: int
-    limit: str
-
-    @property
-    def fraction(self) -> float:
-        return self.warps / self.max_warps
-
-    def __str__(self) -> str:
-        return (
-            f"{100 * self.fraction:.0f} % ({self.warps} of {self.max_warps} warps an SM: "
-            f"{self.blocks} block{'s' * (self.blocks != 1)}, limited by {self.limit})"
-        )
-
-
-def occupancy(arch: str, registers: int, shared_bytes: int, num_warps: int) -> Occupancy:
-    """Blocks that fit an SM at once. ``registers`` a thread, ``shared_bytes`` and ``num_warps`` a block."""
-    limits = catalogue.limits(ARCHITECTURES[_known(arch)])
-    a_warp = -(-max(registers, 1) * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
-    warps_by_registers = limits["registers_per_sm"] // _REGISTER_FILES // a_warp * _REGISTER_FILES
-    a_block = -(-(shared_bytes + _SHARED_RESERVE) // _SHARED_UNIT) * _SHARED_UNIT
-    fits = {
-        "warps": limits["max_warps_per_sm"] // num_warps,
-        "registers": warps_by_registers // num_warps,
-        "shared memory": limits["shared_per_sm_bytes"] // a_block,
-        "blocks": limits["max_blocks_per_sm"],
-    }
-    limit = min(fits, key=fits.get)  # of equals, the first
-    return Occupancy(fits[limit], fits[limit] * num_warps, limits["max_warps_per_sm"], limit)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from labkit.engine import generate_cached
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.serial]
 NEW = 32
 
 

@@ -7,7 +7,7 @@ import torch
 
 from labkit.engine import generate_cached, generate_recompute
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.serial]
 
 CHATS = [
     "Name three primary colours.",
