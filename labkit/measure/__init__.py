@@ -8,6 +8,7 @@ from labkit.measure.compile import ARCHITECTURES, Compiled, compile_kernel
 from labkit.measure.lock import exclusive
 from labkit.measure.measure import ceilings, measure, reading, recorded, recording_path
 from labkit.measure.measurement import Ceilings, Measurement, Reading
+from labkit.measure.profile import ncu
 from labkit.measure.recording import Recording, load
 from labkit.measure.sass import SassStats
 from labkit.measure.timing import Timing, time_cuda
@@ -26,6 +27,7 @@ __all__ = [
     "exclusive",
     "load",
     "measure",
+    "ncu",
     "reading",
     "recorded",
     "recorded_gpu",
