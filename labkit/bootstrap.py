@@ -145,6 +145,8 @@ def open_lab() -> None:
     """Replace this process with JupyterLab on lab 00; without a display it prints its address and stays up."""
     port = free_port(os.environ.get("PORT"))
     command = [str(PYTHON), "-m", "jupyterlab", f"--port={port}", "--ServerApp.port_retries=0"]
+    # the whole project can be browsed, since the labs send readers to kernels/
+    command += [f"--ServerApp.root_dir={ROOT}", "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb"]
     # a classroom may have no network: no look-ups of news and new versions
     command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"):
@@ -157,7 +159,7 @@ def open_lab() -> None:
         command.append("--allow-root")
     os.chdir(ROOT)
     sys.stdout.flush()
-    os.execv(command[0], [*command, "notebooks/00_start_here.ipynb"])
+    os.execv(command[0], command)
 
 
 def main(argv: list[str]) -> None:

@@ -23,7 +23,7 @@ def execute(path: Path) -> None:
 
 
 def cleaned(notebook):
-    """Keep what a reader sees: a widget keeps its picture and words, because its view means nothing without a kernel."""
+    """Keep what a reader sees: a widget keeps its picture and words; its view means nothing without a kernel."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
