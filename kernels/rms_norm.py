@@ -5,9 +5,9 @@
 
 One read and one write an element, if a row stays in registers between the sum of its squares and its scaling; a kernel
 that reads the row twice, or a chain of elementwise kernels, moves 1.5 to 4 times as much. The fused form reads x and
-residual and writes residual and out: 4 accesses an element, where two kernels need 5. A row up to WHOLE elements is
-held by one program; a longer one is read again in a second pass, from its end backwards, so that what is still in L2
-is used first.
+residual and writes residual and out: 4 accesses an element, where two kernels need 5. A row of up to 128 KB is held by
+one program; a longer one is read again in a second pass, from its end backwards, so that what is still in L2 is used
+first.
 
 Rounding: everything is fp32 until the one rounding of ``out``, as in torch's ``F.rms_norm``. Hugging Face's Llama
 rounds x / rms to x's dtype before it multiplies by weight, so its 16-bit results differ in the last place from these,
@@ -31,30 +31,43 @@ import triton.language as tl
 from kernels.launch import DTYPES, vector
 from kernels.op import Case, Cost, Op
 
-WHOLE = 32768  # elements of the longest row that a program keeps in registers
-CHUNK = 8192  # elements of a longer row that a program handles in one go
+WHOLE_BYTES = 131072  # longest row that a program keeps in registers: half of an SM's
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows`` a program takes at once, and its warps."""
+    """``rows`` a program takes and its warps; for long rows also the columns that it takes at once."""
 
     rows: int
     num_warps: int
+    chunk: int = 0
 
 
+# By columns, rounded up to a power of two. Measured on an H200 in bf16 at 512 MiB, as shares of torch's copy: what
+# counts is the bytes in flight on an SM, which registers limit, since a program loads nothing between the sum of its
+# row and its last store. 36 KB gave 0.79 (width 576, two rows in 4 warps), 44 KB 0.71 (11008, kept in fp32), 60 KB 0.92
+# (6144, kept in fp32); 64 KB and more 0.97 to 1.01. These settings have 60 to 128 KB in flight (of x, or of x and
+# residual) at 8 to 64 elements a thread. They get 0.97 to 1.02 from 128 to 32768 columns, powers of two and others, and
+# 0.92 at 65536; with the residual 0.97 to 1.02 at all of these.
 LAUNCH = {
-    # columns, rounded up to a power of two: settings
-    256: Launch(8, 4),
-    512: Launch(4, 4),
-    1024: Launch(2, 4),
-    2048: Launch(1, 4),
-    4096: Launch(1, 8),
-    8192: Launch(1, 8),
-    16384: Launch(1, 16),
-    32768: Launch(1, 32),
+    256: Launch(rows=4, num_warps=2),  # fewer columns: more rows
+    512: Launch(rows=4, num_warps=4),
+    1024: Launch(rows=2, num_warps=2),
+    2048: Launch(rows=1, num_warps=2),
+    4096: Launch(rows=1, num_warps=8),
+    8192: Launch(rows=1, num_warps=8),
+    16384: Launch(rows=1, num_warps=16),
+    32768: Launch(rows=1, num_warps=32),
+    65536: Launch(rows=1, num_warps=32),
 }
-LONG = Launch(1, 16)  # rows past WHOLE
+HALVED = 8192  # columns from which a power of two, too, is split in two: 8192 then takes 40 registers a thread, not 63
+
+# Past WHOLE_BYTES a row is read twice. 131072 and 262144 columns get 0.67 and 0.66 (three passes in place of two are
+# 0.67: the second finds nothing in L2), fused 0.87 and 0.83. Asynchronous copies ahead of the loop gave 0.73 and 0.66.
+LONG = {
+    "rms_norm": Launch(rows=1, num_warps=16, chunk=8192),
+    "add_rms_norm": Launch(rows=1, num_warps=16, chunk=16384),
+}
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -71,6 +84,30 @@ def add_rms_norm_reference(
     wide = torch.promote_types(torch.promote_types(x.dtype, residual.dtype), torch.float32)
     residual.copy_(residual.to(wide) + x.to(wide))
     return rms_norm_reference(residual.to(wide), weight, eps).to(x.dtype)
+
+
+@triton.jit
+def _take(x_ptr, residual_ptr, mask):
+    """x as it is stored; with a residual, the sum in residual's dtype, which is also written there."""
+    x = tl.load(x_ptr, mask=mask, other=0.0)
+    if residual_ptr is not None:
+        x = x.to(tl.float32) + tl.load(residual_ptr, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr, x, mask=mask)
+    return x
+
+
+@triton.jit
+def _widen_again(x, zero):
+    """x in fp32, converted a second time on purpose.
+
+    If the compiler saw that it needs the fp32 values both before and after the sum over the row, it would keep them: 32
+    bits of register for each 16-bit element, half as many rows on an SM, too few bytes in flight. ``zero`` is 0, but
+    computed from the sum, so the 16-bit row is what is kept.
+    """
+    if x.dtype.primitive_bitwidth == 16:
+        x = (x.to(tl.int16, bitcast=True) | zero).to(x.dtype, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "width_v", "x_token_v", "x_head_v", "residual_v", "out_token_v", "out_head_v"])
@@ -90,25 +127,37 @@ def _rms_norm_kernel(
     eps,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,  # power of two, at least width
+    MAIN: tl.constexpr,  # largest power of two up to width
+    REST: tl.constexpr,  # power of two, at least width - MAIN; 0 if nothing is left
 ):
     width = width_v * VEC
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, COLS)[None, :]
-    mask = (row < rows)[:, None] & (cols < width)
-    token, head = (row // heads).to(tl.int64)[:, None], (row % heads).to(tl.int64)[:, None]
-    x = tl.load(x_ptr + token * (x_token_v * VEC) + head * (x_head_v * VEC) + cols, mask=mask, other=0.0)
-    x = x.to(tl.float32)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    mask = row < rows
+    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    x_ptr += token * (x_token_v * VEC) + head * (x_head_v * VEC)
+    out_ptr += token * (out_token_v * VEC) + head * (out_head_v * VEC)
     if residual_ptr is not None:
-        at = residual_ptr + row.to(tl.int64)[:, None] * (residual_v * VEC) + cols
-        total = (x + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
-        tl.store(at, total, mask=mask)
-        x = total.to(tl.float32)
-    # asked for before the sum is known, so that it arrives meanwhile
-    weight = tl.load(weight_ptr + cols, mask=cols < width, other=0.0)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
-    out = (x * scale[:, None] * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * (out_token_v * VEC) + head * (out_head_v * VEC) + cols, out, mask=mask)
+        residual_ptr += row.to(tl.int64) * (residual_v * VEC)
+    cols = tl.arange(0, MAIN)[None, :]
+    x = _take(x_ptr + cols, None if residual_ptr is None else residual_ptr + cols, mask)
+    if REST:
+        tail = MAIN + tl.arange(0, REST)[None, :]
+        in_tail = mask & (tail < width)
+        y = _take(x_ptr + tail, None if residual_ptr is None else residual_ptr + tail, in_tail)
+    wide = x.to(tl.float32)
+    squares = tl.sum(wide * wide, axis=1, keep_dims=True)
+    if REST:
+        wide = y.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1, keep_dims=True)
+    scale = tl.rsqrt(squares / width + eps)
+    zero = (scale < 0).to(tl.int16)
+    weight = tl.load(weight_ptr + cols).to(tl.float32)
+    out = (_widen_again(x, zero) * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + cols, out, mask=mask)
+    if REST:
+        weight = tl.load(weight_ptr + tail, mask=tail < width, other=0.0).to(tl.float32)
+        out = (_widen_again(y, zero) * scale * weight).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + tail, out, mask=in_tail)
 
 
 @triton.jit(do_not_specialize=["width_v", "x_token_v", "x_head_v", "residual_v", "out_token_v", "out_head_v"])
@@ -139,12 +188,8 @@ def _rms_norm_long_kernel(
         residual_ptr += row * (residual_v * VEC)
     for start in range(0, width, CHUNK):
         mask = cols < width - start
-        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            at = residual_ptr + start + cols
-            total = (x + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
-            tl.store(at, total, mask=mask)
-            x = total.to(tl.float32)
+        x = _take(x_ptr + start + cols, None if residual_ptr is None else residual_ptr + start + cols, mask)
+        x = x.to(tl.float32)
         squares += x * x
     scale = tl.rsqrt(tl.sum(squares) / width + eps)
     tl.debug_barrier()  # the sums that other threads have written must be there to be read
@@ -171,12 +216,16 @@ def _check(op: str, x: torch.Tensor, ranks: tuple[int, ...], **others: torch.Ten
             raise ValueError(f"{op}: {name} must be on x's device {x.device}, got {t.device}")
         needed = x.shape[-1:] if name == "weight" else x.shape
         if t.shape != needed:
-            raise ValueError(f"{op}: {name} must have shape {tuple(needed)} for x {tuple(x.shape)}, got {tuple(t.shape)}")
+            raise ValueError(
+                f"{op}: {name} must have shape {tuple(needed)} for x {tuple(x.shape)}, got {tuple(t.shape)}"
+            )
         if t.stride(-1) != 1 and t.shape[-1] > 1:
             raise ValueError(
                 f"{op}: {name}'s last dimension must be contiguous (stride 1), got stride {t.stride(-1)}; "
                 "call .contiguous() first"
             )
+    if others["out"].dtype != x.dtype:
+        raise ValueError(f"{op}: out must have x's dtype {x.dtype}, got {others['out'].dtype}")
     if x.shape[-1] and x.numel() // x.shape[-1] >= 2**31:
         raise ValueError(f"{op}: x has {x.numel() // x.shape[-1]} rows, at most {2**31 - 1} can be launched; split it")
 
@@ -194,18 +243,21 @@ def _launch(x, residual, weight, out, eps: float, overrides: dict) -> torch.Tens
     vec = vector(min(t.element_size() for t in tensors), width, *strides)
     ints = (width // vec, *(s // vec for s in strides))
     rows, cols = x.numel() // width, triton.next_power_of_2(width)
-    if cols > WHOLE:
-        settings = replace(LONG, **overrides) if overrides else LONG
+    if cols * max(t.element_size() for t in tensors) > WHOLE_BYTES:
+        settings = LONG["rms_norm" if residual is None else "add_rms_norm"]
+        settings = replace(settings, **overrides) if overrides else settings
         _rms_norm_long_kernel[(rows,)](
-            x, residual, weight, out, heads, *ints, eps, VEC=vec, CHUNK=CHUNK, num_warps=settings.num_warps
-        )
+            x, residual, weight, out, heads, *ints, eps,
+            VEC=vec, CHUNK=settings.chunk, num_warps=settings.num_warps,
+        )  # fmt: skip
     else:
         narrow = LAUNCH[max(cols, 256)]
         settings = replace(narrow, **overrides) if overrides else narrow
         take = settings.rows if cols >= 256 else settings.rows * 256 // cols
+        main = cols if cols == width and cols < HALVED else cols // 2
         _rms_norm_kernel[(triton.cdiv(rows, take),)](
-            x, residual, weight, out, rows, heads, *ints, eps, VEC=vec, ROWS=take, COLS=cols,
-            num_warps=settings.num_warps,
+            x, residual, weight, out, rows, heads, *ints, eps,
+            VEC=vec, ROWS=take, MAIN=main, REST=triton.next_power_of_2(width - main), num_warps=settings.num_warps,
         )  # fmt: skip
     return out
 
@@ -218,10 +270,7 @@ def rms_norm_triton(
     Keywords replace fields of the row's ``LAUNCH``. Strides and widths that are multiples of 16 bytes get 16-byte
     accesses. Raises ValueError for other ranks, dtypes or devices, unlike widths, or columns that are not contiguous.
     """
-    if out is None:
-        out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    elif out.dtype != x.dtype:
-        raise ValueError(f"rms_norm: out must have x's dtype {x.dtype}, got {out.dtype}")
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype) if out is None else out
     _check("rms_norm", x, (2, 3), weight=weight, out=out)
     return _launch(x, None, weight, out, eps, launch)
 
@@ -239,13 +288,12 @@ def add_rms_norm_triton(
     x, residual: [rows, width]. They may be one tensor (it is doubled); ``out`` must not be residual, which is kept, and
     partly overlapping tensors are undefined. Raises ValueError as ``rms_norm_triton`` does, and if out is residual.
     """
-    if out is None:
-        out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    elif out.dtype != x.dtype:
-        raise ValueError(f"add_rms_norm: out must have x's dtype {x.dtype}, got {out.dtype}")
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype) if out is None else out
     _check("add_rms_norm", x, (2,), residual=residual, weight=weight, out=out)
     if out.data_ptr() == residual.data_ptr() and out.numel():
-        raise ValueError("add_rms_norm: out and residual are the same memory, but residual must keep the sum; pass another")
+        raise ValueError(
+            "add_rms_norm: out and residual are the same memory, but residual must keep the sum; pass another"
+        )
     return _launch(x, residual, weight, out, eps, launch)
 
 
@@ -297,9 +345,11 @@ def _shared_cases(case) -> tuple[Case, ...]:
         case("width is no power of two", 3, 576),
         case("width a multiple of 8 but not of 16", 3, 1000),
         case("more than 65535 rows", 65_537, 3),
-        case("the longest row held whole", 1, WHOLE),
-        case("one past the longest row held whole", 1, WHOLE + 1),
-        case("a long row in chunks", 2, 3 * CHUNK + WHOLE + 8),
+        case("the longest 32-bit row held whole", 1, 32_768),
+        case("one past it", 1, 32_769),
+        case("the longest 16-bit row held whole", 1, 65_536),
+        case("a long row in chunks", 2, 70_008),
+        case("an odd long row in chunks", 1, 81_919),
         case("strided rows", 5, 64, slack=7),
         case("strided rows, 16-byte accesses", 5, 512, slack=16),
         case("rows of zeros: out is 0, not NaN", 3, 100, scale=0.0),
@@ -320,7 +370,7 @@ RMS_NORM = Op(
         _norm_case("large eps", 3, 64, eps=10.0),
         _norm_case("one norm a head", 3, 128, heads=5),
         _norm_case("one norm a head, strided", 4, 64, heads=3, slack=8),
-        _norm_case("long rows a head", 2, WHOLE + 8, heads=2),
+        _norm_case("long rows a head", 2, 65_544, heads=2),
     ),
 )
 ADD_RMS_NORM = Op(
@@ -332,7 +382,7 @@ ADD_RMS_NORM = Op(
         *_shared_cases(_add_case),
         _add_case("fp32 residual", 3, 576, residual_dtype=torch.float32),
         _add_case("fp16 residual", 3, 577, residual_dtype=torch.float16),
-        _add_case("fp32 residual of a long row", 1, WHOLE + 8, residual_dtype=torch.float32),
+        _add_case("fp32 residual of a long row", 1, 65_544, residual_dtype=torch.float32),
     ),
     mutates=("residual",),
 )

@@ -58,6 +58,19 @@ def test_every_cut_gives_the_same(settings):
     assert torch.equal(out, OP.triton(x))
 
 
+def _far(*shape: int) -> torch.Tensor:
+    """Random fp16 whose first dimension has stride 2^30: the third row starts past 2^31. Only touched pages cost."""
+    inner = torch.empty(shape[1:]).stride()
+    view = torch.empty(2**31 + 2**20, dtype=torch.float16).as_strided(shape, (2**30, *inner))
+    return view.copy_(torch.randn(shape))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter")
+def test_offsets_past_two_to_the_31():
+    x = _far(3, 128)
+    torch.testing.assert_close(OP.triton(x), OP.reference(x))
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
 def test_every_access_is_16_bytes_wide(arch, dtype, size):
