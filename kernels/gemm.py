@@ -58,7 +58,7 @@ def gemm_reference(a: torch.Tensor, b: torch.Tensor, level: str = "pipelined") -
 
 
 @triton.jit
-def _place(pid, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def place(pid, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """The tile (row, column) of program pid: bands of GROUP tile rows, each band column after column."""
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     band = pid // (GROUP * tiles_n)
@@ -98,7 +98,7 @@ def _tiled_kernel(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,  # "ieee" for fp32, whose default would be TF32
 ):  # fmt: skip
-    tile_m, tile_n = _place(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP)
+    tile_m, tile_n = place(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP)
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -127,7 +127,7 @@ def _persistent_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     for pid in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile_m, tile_n = _place(pid, m, n, BLOCK_M, BLOCK_N, GROUP)
+        tile_m, tile_n = place(pid, m, n, BLOCK_M, BLOCK_N, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, k, BLOCK_K):  # a descriptor fills what lies outside its matrix with zeros
             a = a_desc.load([tile_m * BLOCK_M, start])
