@@ -38,7 +38,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import DTYPES, fits, shared_limit
+from kernels.launch import DTYPES, arch, fits, shared_limit
 from kernels.op import Case, Cost, Op
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -64,9 +64,12 @@ def gather_pages(cache: torch.Tensor, table: torch.Tensor, first: int, last: int
 
 
 def paged_decode_reference(
-    q, k_cache, v_cache, block_tables, seq_lens, *, scale=None, window=None, softcap=None, out=None
+    q, k_cache, v_cache, block_tables, seq_lens, *, scale=None, window=None, softcap=None, out=None, **_
 ) -> torch.Tensor:
-    """The definition, in at least fp32. Shapes as in the module's docstring -> [seqs, heads, head_dim], q's dtype."""
+    """The definition, in at least fp32. Shapes as in the module's docstring -> [seqs, heads, head_dim], q's dtype.
+
+    Settings of the launch (``splits``, ``workspace``) are accepted and change nothing.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kv_heads = k_cache.shape[1]
     out = torch.empty_like(q) if out is None else out
@@ -94,7 +97,7 @@ def soften(s, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _share(length, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr):
+def _share(length, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """How a sequence's tiles are divided: first token seen, first and end tile of this split, splits that have a tile.
 
     Tiles are counted from token 0 so that a tile never straddles a page it could lie in; every tile from the first to
@@ -103,7 +106,7 @@ def _share(length, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, M
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     low = first // BLOCK_N
     high = tl.cdiv(length, BLOCK_N)
-    each = tl.maximum(tl.cdiv(high - low, splits), MIN_TILES)
+    each = tl.maximum(tl.cdiv(high - low, splits), 1)
     start = low + split * each
     return first, start, tl.minimum(start + each, high), tl.cdiv(high - low, each)
 
@@ -154,14 +157,20 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,  # GROUP rounded up to a power of two of at least 16
     BLOCK_N: tl.constexpr,  # tokens a tile
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
-    MIN_TILES: tl.constexpr,  # a split has at least so many tiles
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,  # programmatic dependent launch
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # what went before has ended
+        # The merge may take its place already. A larger grid would take places of ours and then start on uneven SMs:
+        # one decode after the other, batch 32 at 4096 tokens, took 164 us each instead of 137.
+        if splits > 1:
+            tl.extra.cuda.gdc_launch_dependents()
     seq = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     length = tl.minimum(tl.load(length_ptr + seq), max_blocks * PAGE)  # a table says nothing about more tokens
-    first, start, end, active = _share(length, split, splits, BLOCK_N, WINDOW, MIN_TILES)
+    first, start, end, active = _share(length, split, splits, BLOCK_N, WINDOW)
     if start >= end:
         if split > 0:
             return  # split 0 goes on: it writes the output of an empty sequence
@@ -178,7 +187,7 @@ def _decode_kernel(
     v_ptr += head.to(tl.int64) * stride_vh
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for tile in range(start, end):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -199,9 +208,10 @@ def _decode_kernel(
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # q . k can itself be -inf; -inf - -inf is NaN
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(m - base)
-        l = l * shrink + tl.sum(p, 1)
+        mass = mass * shrink[:, None] + p  # summed over the tile's columns after the loop: one barrier fewer in it
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = m_new
+    l = tl.sum(mass, 1)
 
     if active <= 1:
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
@@ -230,12 +240,14 @@ def _merge_kernel(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr,  # partial results merged in one go
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # launched while _decode_kernel runs: saves 0.8 us
     row = tl.program_id(0).to(tl.int64)  # seq * HEADS + head
     length = tl.minimum(tl.load(length_ptr + row // HEADS), max_blocks * PAGE)
-    active = _share(length, 0, splits, BLOCK_N, WINDOW, MIN_TILES)[3]
+    active = _share(length, 0, splits, BLOCK_N, WINDOW)[3]
     if active <= 1:
         return  # the one split has written the output itself
     dims = tl.arange(0, BLOCK_D)
@@ -270,35 +282,68 @@ def _merge_kernel(
 class Launch:
     """``tile_bytes`` of K, and as much of V, come at once; ``num_stages - 1`` such pairs lie in shared memory."""
 
-    tile_bytes: int = 16384
-    num_warps: int = 4
-    num_stages: int = 3
-    min_tiles: int = 1
+    tile_bytes: int
+    num_warps: int
+    num_stages: int
 
     def block_n(self, block_d: int, element_size: int) -> int:
         """Tokens a tile: a tensor-core instruction takes 16 of them."""
         return max(16, self.tile_bytes // (block_d * element_size))
 
-    def shared_bytes(self, block_d: int, element_size: int) -> int:
-        """Upper bound: the buffers, and 8 KB for q, p and the reductions between warps."""
-        tile = self.block_n(block_d, element_size) * block_d * element_size
-        return 2 * tile * (self.num_stages - 1) + 8192
+    def warps(self, element_size: int) -> int:
+        """Products in fp32 run without tensor cores, on whole rows in registers: twice the warps, or they spill."""
+        return 2 * self.num_warps if element_size == 4 else self.num_warps
+
+    def shared_bytes(self, block_m: int, block_d: int, element_size: int, pairs: int | None = None) -> int:
+        """Upper bound: ``pairs`` of buffers, by default num_stages - 1; q and p; 128 bytes a row for reductions."""
+        block_n = self.block_n(block_d, element_size)
+        buffers = 2 * block_n * block_d * (self.num_stages - 1 if pairs is None else pairs)
+        return (buffers + block_m * (block_d + block_n)) * element_size + 128 * block_m
 
 
-LAUNCH = (Launch(),)
+# A tile of 16 KB is 64 tokens at head size 128 in 16 bit. It needs the same shared memory whatever head size and type
+# are, less than any architecture has. Three programs fit an SM of an H200: 96 KB on their way while they compute, and
+# as much again while they wait.
+# Measured there (bf16, 32 heads, 8 kv heads, head size 128, pages of 16; shares of stream.READ at 1 GiB), batch 32 at
+# 4096 tokens, 256 programs: 0.90; with 2 stages 0.73, 4 stages 0.89; tiles of 8 KB 0.86; 32 KB and 8 warps 0.86; 8 KB
+# and 2 warps 0.80. Batch 64: 0.92 in two splits. With 2 stages four programs fit an SM and batch 64 at 4096 is one full
+# round, 0.95; but where lengths differ they lose (64 lengths from 64 to 8192: 0.70 to 0.82 against 0.82 to 0.87).
+LAUNCH = Launch(tile_bytes=16384, num_warps=4, num_stages=3)
+PER_SM = 3  # programs that the registers of an SM hold
+ROUNDS = 3  # at most so many rounds of programs are made by splitting
+MAX_SPLITS = 128
 
 
 @cache
-def launch_for(device: torch.device, block_d: int, element_size: int) -> Launch:
-    """The first entry of LAUNCH that fits. Raises ValueError if none does."""
-    for launch in LAUNCH:
-        if fits(launch.shared_bytes(block_d, element_size), device):
-            return launch
-    raise ValueError(
-        f"paged_decode: head_dim {block_d} with {element_size}-byte elements needs "
-        f"{LAUNCH[-1].shared_bytes(block_d, element_size)} bytes of shared memory a block, {device} has "
-        f"{shared_limit(device)}"
-    )
+def decode_splits(device: torch.device, programs: int, head_dim: int, element_size: int) -> int:
+    """Splits for ``programs`` = seqs * kv_heads, from shapes alone.
+
+    Equal programs end together, so what counts is how full the last round is: of SMs while all programs are resident,
+    of places for programs once they are not. More splits must fill at least 5 % more, to earn the merge.
+    Raises ValueError if not one program fits an SM.
+    """
+    needed = LAUNCH.shared_bytes(16, pow2(head_dim), element_size)
+    if not fits(needed, device):
+        raise ValueError(
+            f"paged_decode: head_dim {head_dim} with {element_size}-byte elements needs {needed} bytes of shared "
+            f"memory a block, {device} has {shared_limit(device)}"
+        )
+    sms = sm_count(device)
+    places = sms * min(PER_SM, (shared_limit(device) + 1024) // (needed + 1024))  # 1 KiB a block is the system's
+    best, chosen = 0.0, 1
+    for splits in range(1, max(1, min(MAX_SPLITS, ROUNDS * places // programs)) + 1):
+        n = programs * splits
+        unit = sms if n <= places else places
+        full = n / (-(-n // unit) * unit)
+        full *= min(1.0, n / min(1.5 * sms, places))  # one program an SM has too few bytes in flight
+        if full > best + 0.05:
+            best, chosen = full, splits
+    return chosen
+
+
+def pow2(n: int) -> int:
+    """The least power of two that is at least n and at least 16, the smallest side of a tensor-core tile."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 @cache
@@ -307,49 +352,49 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def decode_splits(seqs: int, kv_heads: int, max_tokens: int, device: torch.device | str) -> int:
-    """Programs a sequence and kv head, from shapes alone: enough to fill the GPU."""
-    programs = max(1, seqs * kv_heads)
-    return max(1, min(2 * sm_count(torch.device(device)) // programs, triton.cdiv(max_tokens, 64), 128))
+def decode_workspace(heads: int, kv_heads: int, head_dim: int, device: torch.device | str) -> torch.Tensor:
+    """Room for the partial results of any batch with the splits that paged_decode chooses: 1-D, fp32.
 
-
-def decode_workspace(seqs: int, heads: int, head_dim: int, splits: int, device: torch.device | str) -> torch.Tensor:
-    """Room for the partial results of ``splits`` splits: 1-D, fp32. Nothing need be kept in it between calls."""
-    return torch.empty(seqs * heads * splits * (head_dim + 2), dtype=torch.float32, device=device)
+    Nothing in it is kept between calls; calls that may overlap need one each.
+    """
+    device = torch.empty(0, device=device).device  # "cuda" means the current one
+    rows = ROUNDS * PER_SM * sm_count(device) * (heads // kv_heads)
+    return torch.empty(rows * (head_dim + 2), dtype=torch.float32, device=device)
 
 
 def check_paged(op: str, q, k_cache, v_cache, block_tables, seq_lens, out, window, softcap) -> None:
-    """Raise ValueError, naming the argument, what it is and what it must be. Reads shapes only, never the device."""
-
-    def need(ok: bool, name: str, must: str, got) -> None:
+    """Raise ValueError, naming the argument, what it must be and what it is. Reads shapes only, never the device."""
+    for name, t, dims, dtype in (
+        ("q", q, 3, q.dtype),
+        ("k_cache", k_cache, 4, q.dtype),
+        ("v_cache", v_cache, 4, q.dtype),
+        ("block_tables", block_tables, 2, torch.int32),
+        ("seq_lens", seq_lens, 1, torch.int32),
+        ("out", out, 3, q.dtype),
+    ):
+        if t.dim() != dims:
+            raise ValueError(f"{op}: {name} must have {dims} dimensions, got shape {tuple(t.shape)}")
+        if t.dtype != dtype:
+            raise ValueError(f"{op}: {name} must be {dtype}{' like q' * (dims > 2)}, got {t.dtype}")
+        if t.device != q.device:
+            raise ValueError(f"{op}: {name} must be on q's device {q.device}, got {t.device}")
+        if t.shape[-1] > 1 and t.stride(-1) != 1:
+            raise ValueError(f"{op}: {name} must be contiguous in its last dimension, got strides {t.stride()}")
+    kv_heads, size, head_dim = k_cache.shape[1:]
+    for ok, name, must, got in (
+        (q.dtype in DTYPES, "q", "be float32, float16 or bfloat16", q.dtype),
+        (k_cache.shape == v_cache.shape, "v_cache", "have k_cache's shape", (*k_cache.shape, *v_cache.shape)),
+        (q.shape[2] == head_dim, "head_dim", "be the same in q and k_cache", (q.shape[2], head_dim)),
+        (0 < head_dim <= 256, "head_dim", "be from 1 to 256", head_dim),
+        (kv_heads and q.shape[1] % kv_heads == 0, "heads", "be a multiple of kv_heads", (q.shape[1], kv_heads)),
+        (0 < size <= 256 and size & (size - 1) == 0, "block_size", "be a power of two from 1 to 256", size),
+        (block_tables.shape[0] == seq_lens.shape[0], "seq_lens", "have a row a block table", seq_lens.shape[0]),
+        (out.shape == q.shape, "out", "have q's shape", tuple(out.shape)),
+        (window is None or window >= 1, "window", "be None or at least 1: a token sees itself", window),
+        (softcap is None or softcap > 0, "softcap", "be None or positive", softcap),
+    ):
         if not ok:
             raise ValueError(f"{op}: {name} must {must}, got {got}")
-
-    for name, t, shape in (
-        ("q", q, "[tokens, heads, head_dim]"),
-        ("k_cache", k_cache, "[num_blocks, kv_heads, block_size, head_dim]"),
-        ("v_cache", v_cache, "[num_blocks, kv_heads, block_size, head_dim]"),
-        ("block_tables", block_tables, "[seqs, max_blocks]"),
-        ("seq_lens", seq_lens, "[seqs]"),
-        ("out", out, "[tokens, heads, head_dim]"),
-    ):
-        need(t.dim() == shape.count(",") + 1, name, f"be {shape}", f"shape {tuple(t.shape)}")
-        need(t.device == q.device, name, f"be on q's device {q.device}", t.device)
-        if name in ("block_tables", "seq_lens"):
-            need(t.dtype == torch.int32, name, "be int32", t.dtype)
-        else:
-            need(t.dtype == q.dtype, name, f"have q's dtype {q.dtype}", t.dtype)
-        need(t.stride(-1) == 1 or t.shape[-1] <= 1, name, "be contiguous in its last dimension", f"strides {t.stride()}")
-    need(q.dtype in DTYPES, "q", "be float32, float16 or bfloat16", q.dtype)
-    _, kv_heads, size, head_dim = k_cache.shape
-    need(k_cache.shape == v_cache.shape, "v_cache", f"have k_cache's shape {tuple(k_cache.shape)}", tuple(v_cache.shape))
-    need(q.shape[2] == head_dim <= 256, "head_dim", "be the same in q and k_cache, at most 256", (q.shape[2], head_dim))
-    need(kv_heads > 0 and q.shape[1] % kv_heads == 0, "heads", f"be a multiple of kv_heads {kv_heads}", q.shape[1])
-    need(0 < size <= 256 and size & (size - 1) == 0, "block_size", "be a power of two from 1 to 256", size)
-    need(block_tables.shape[0] == seq_lens.shape[0], "seq_lens", f"have {block_tables.shape[0]} rows", seq_lens.shape[0])
-    need(out.shape == q.shape, "out", f"have q's shape {tuple(q.shape)}", tuple(out.shape))
-    need(window is None or window >= 1, "window", "be None or at least 1 (the newest token sees itself)", window)
-    need(softcap is None or softcap > 0, "softcap", "be None or positive", softcap)
 
 
 def paged_decode(
@@ -369,45 +414,50 @@ def paged_decode(
 ) -> torch.Tensor:
     """Attention of one token a sequence over its pages. Shapes as in the module's docstring -> [seqs, heads, head_dim].
 
-    scale: by default head_dim ** -0.5. window: only the newest ``window`` tokens are seen. softcap: bound of the
-    scores. splits: programs a sequence and kv head, by default ``decode_splits``; 1 needs no merge and no workspace.
-    workspace: from ``decode_workspace``, for callers that allocate nothing in a step. Reads nothing from the device
-    and can be captured in a CUDA graph.
+    scale: by default head_dim ** -0.5. window: only the newest ``window`` tokens are seen, the new one included.
+    softcap: bound of the scores. splits: programs a sequence and kv head, by default ``decode_splits``; 1 needs no
+    merge and no workspace. workspace: from ``decode_workspace``, for callers that allocate nothing in a step. launch:
+    instead of LAUNCH. Nothing is read from the device, so the call can be captured in a CUDA graph; the splits follow
+    the lengths that a replay finds. A length beyond max_blocks * block_size counts as that.
 
     Raises ValueError for arguments that do not fit each other.
     """
     out = torch.empty_like(q) if out is None else out
     check_paged("paged_decode", q, k_cache, v_cache, block_tables, seq_lens, out, window, softcap)
     seqs, heads, head_dim = q.shape
-    _, kv_heads, page, _ = k_cache.shape
+    kv_heads, page = k_cache.shape[1:3]
     max_blocks = block_tables.shape[1]
     if seq_lens.shape[0] != seqs:
-        raise ValueError(f"paged_decode: q must have one token a sequence, got {seqs} for {seq_lens.shape[0]} sequences")
+        raise ValueError(f"paged_decode: q must have one token a sequence, got {seqs} for {seq_lens.shape[0]}")
     if not out.numel():
         return out
-    if max_blocks == 0 or k_cache.shape[0] == 0:  # room for no token
-        return out.zero_()
-    splits = decode_splits(seqs, kv_heads, max_blocks * page, q.device) if splits is None else splits
-    if splits > 1:
-        if workspace is None:
-            workspace = decode_workspace(seqs, heads, head_dim, splits, q.device)
-        elif workspace.dtype != torch.float32 or workspace.numel() < seqs * heads * splits * (head_dim + 2):
-            raise ValueError(
-                f"paged_decode: workspace must hold {seqs * heads * splits * (head_dim + 2)} float32 for {splits} "
-                f"splits, got {workspace.numel()} {workspace.dtype}; see decode_workspace"
-            )
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    launch = launch or launch_for(q.device, block_d, q.element_size())
+    launch = launch or LAUNCH
+    block_d = pow2(head_dim)
     block_n = launch.block_n(block_d, q.element_size())
-    scale = head_dim**-0.5 if scale is None else scale
+    if splits is None:
+        splits = decode_splits(q.device, seqs * kv_heads, head_dim, q.element_size())
+        splits = max(1, min(splits, -(-max_blocks * page // block_n)))
+    elif not 1 <= splits <= 65535:
+        raise ValueError(f"paged_decode: splits must be from 1 to 65535, got {splits}")
+    needed = seqs * heads * splits * (head_dim + 2) if splits > 1 else 0
+    if workspace is None:
+        workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
+    elif workspace.dtype != torch.float32 or workspace.device != q.device or workspace.numel() < needed:
+        raise ValueError(
+            f"paged_decode: workspace must hold {needed} float32 on {q.device} for {splits} splits, "
+            f"got {workspace.numel()} {workspace.dtype} on {workspace.device}"
+        )
+    overlap = arch(q.device) >= 90
     common = {
         "HEAD_DIM": head_dim,
         "PAGE": page,
         "WINDOW": window or 0,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "MIN_TILES": launch.min_tiles,
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
     }
+    scale = head_dim**-0.5 if scale is None else scale
     _decode_kernel[(seqs * kv_heads, splits)](
         q,
         k_cache,
@@ -415,7 +465,7 @@ def paged_decode(
         block_tables,
         seq_lens,
         out,
-        workspace if splits > 1 else out,  # a single split writes no partial result
+        workspace,
         scale if softcap else scale * LOG2_E.value,
         splits,
         max_blocks,
@@ -429,9 +479,9 @@ def paged_decode(
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         SOFTCAP=softcap or 0.0,
-        BLOCK_M=max(16, triton.next_power_of_2(heads // kv_heads)),
-        PRECISION="ieee",  # fp32 stays fp32; has no effect on 16-bit inputs
-        num_warps=launch.num_warps,
+        BLOCK_M=pow2(heads // kv_heads),
+        PRECISION="ieee",  # fp32 stays fp32; without effect on 16-bit inputs
+        num_warps=launch.warps(q.element_size()),
         num_stages=launch.num_stages,
         **common,
     )
@@ -445,8 +495,127 @@ def paged_decode(
             out.stride(0),
             out.stride(1),
             HEADS=heads,
-            BLOCK_S=min(64, triton.next_power_of_2(splits)),
+            BLOCK_S=min(32, pow2(splits)),
             num_warps=4,
             **common,
         )
     return out
+
+
+def paged_decode_cost(q, k_cache, v_cache, block_tables, seq_lens, *, window=None, **_) -> Cost:
+    """Keys and values of every token that is seen, read once a sequence (also where sequences share a page), q and out.
+
+    2 FLOPs a multiply-add, two of them for each element and query head. Reads seq_lens on the host.
+    """
+    kv_heads, _page, head_dim = k_cache.shape[1:]
+    tokens = int(seq_lens.clamp(0, window).sum())
+    size = q.element_size()
+    return Cost(
+        bytes=2 * tokens * kv_heads * head_dim * size + 2 * q.numel() * size, flops=4 * tokens * q.shape[1] * head_dim
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- cases
+
+
+def paged_cache(
+    lengths,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    device,
+    dtype,
+    generator,
+    shared: int = 0,
+    scale: float = 1.0,
+) -> dict:
+    """A cache of sequences of these lengths, as hostile as the contract allows; the arguments from k_cache to seq_lens.
+
+    Pages lie in random order, K and V of one page side by side (so a block's stride is twice a page), three pages are
+    unused. What no sequence holds is NaN: unused pages, the tails of last pages. Entries of a block table past the
+    sequence's last page are far outside the cache. The first ``shared`` pages of every sequence are the same ones.
+    """
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 3
+    cache = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), float("nan"))
+    order = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    tables = torch.full((len(lengths), max(counts, default=0) + 2), 2**30, dtype=torch.int32)
+    prefix = [next(order) for _ in range(shared)]
+    for row, length in enumerate(lengths):
+        for i in range(counts[row]):
+            page = prefix[i] if i < shared else next(order)
+            held = min(block_size, length - i * block_size)
+            if i >= shared or cache[page, 0, 0, held - 1].isnan().any():
+                cache[page, :, :, :held] = scale * torch.randn(2, kv_heads, held, head_dim, generator=generator)
+            tables[row, i] = page
+    cache = cache.to(device, dtype)
+    return {
+        "k_cache": cache[:, 0],
+        "v_cache": cache[:, 1],
+        "block_tables": tables.to(device),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=device),
+    }
+
+
+def _case(
+    name: str, lengths, kv_heads=1, group=4, head_dim=64, block_size=16, q_scale=1.0, edit=None, cache=None, **options
+) -> Case:
+    """q is a slice of a fused qkv. ``edit(inputs)`` changes the inputs at the end; ``cache``: more for paged_cache."""
+
+    def make(device, dtype, generator):
+        heads = kv_heads * group
+        qkv = q_scale * torch.randn(len(lengths), heads + 2 * kv_heads, head_dim, generator=generator)
+        qkv[:, heads:] = float("nan")
+        inputs = {"q": qkv.to(device, dtype)[:, :heads]}
+        inputs |= paged_cache(lengths, kv_heads, head_dim, block_size, device, dtype, generator, **(cache or {}))
+        if edit:
+            edit(inputs)
+        return {**inputs, **options}
+
+    return Case(name, make)
+
+
+def _huge_then_small(inputs: dict) -> None:
+    """The first key alone decides: its score exceeds the others by far more than any exponential can hold."""
+    page = inputs["block_tables"][0, 0]
+    inputs["q"].fill_(4.0)
+    inputs["k_cache"][page, :, 0] = 16.0
+
+
+def _below_any_sentinel(inputs: dict) -> None:
+    """All scores lie below -50000 (and within fp16 they are exact): a finite stand-in for -inf would win."""
+    inputs["q"].fill_(64.0)
+    for row, length in enumerate(inputs["seq_lens"].tolist()):
+        for i in range(length):
+            size = inputs["k_cache"].shape[2]
+            inputs["k_cache"][inputs["block_tables"][row, i // size], :, i % size] = -128.0 - i % 2 / 8
+
+
+def _nan_in_a_used_token(inputs: dict) -> None:
+    """The second sequence's newest key is NaN: its output is NaN, its neighbours' is not."""
+    size, length = inputs["k_cache"].shape[2], int(inputs["seq_lens"][1])
+    inputs["k_cache"][inputs["block_tables"][1, (length - 1) // size], :, (length - 1) % size] = float("nan")
+
+
+DECODE_CASES = (
+    _case("no sequences", []),
+    _case("one sequence of one token", [1]),
+    _case("empty sequences first, between and last", [0, 5, 0, 33, 0], splits=2),
+    _case("all sequences empty", [0, 0], splits=3),
+    _case("lengths around a tile of 128", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129]),
+    *(_case(f"{g} query heads a kv head", [40, 7], kv_heads=2, group=g) for g in (1, 5, 6, 7, 8, 16, 24)),
+    *(_case(f"head size {d}", [50, 3], head_dim=d, splits=2) for d in (16, 80, 96, 128, 256)),
+    *(_case(f"pages of {p}", [300, 1, 257], block_size=p, splits=2) for p in (1, 2, 4, 64, 256)),
+    _case("a prefix shared by three sequences", [70, 32, 90], kv_heads=2, cache={"shared": 2}, splits=3),
+    _case("more splits than pages", [5, 200, 300], block_size=64, splits=11),
+    _case("all splits but one empty", [9, 16], splits=7),
+    *(_case(f"window {w}", [200, 3, 0, 64, 65], window=w, splits=3) for w in (1, 64, 1000)),
+    _case("softcap", [90, 20], softcap=20.0, q_scale=8.0),
+    _case("scores far beyond the softcap", [90, 20], softcap=0.5, q_scale=50.0, scale=1.0),
+    _case("window and softcap", [150, 40], window=37, softcap=5.0, splits=2),
+    _case("scale 0: the mean of V", [77], scale=0.0),
+    _case("one huge score, then small ones", [200], edit=_huge_then_small, scale=1.0, splits=2),
+    _case("all scores below -50000", [200, 40], edit=_below_any_sentinel, scale=1.0, splits=2),
+    _case("NaN in a used token", [40, 70, 33], edit=_nan_in_a_used_token, splits=2),
+)
+OP = Op("paged_decode", paged_decode_reference, paged_decode, paged_decode_cost, DECODE_CASES)

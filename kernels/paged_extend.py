@@ -31,7 +31,7 @@ import triton.language as tl
 
 from kernels.launch import fits, shared_limit
 from kernels.op import Case, Cost, Op
-from kernels.paged_attention import LOG2_E, Launch, check_paged, gather_pages, page_ids, soften, wide
+from kernels.paged_attention import LOG2_E, Launch, check_paged, gather_pages, page_ids, paged_cache, pow2, soften, wide
 
 
 def paged_extend_reference(
@@ -50,16 +50,17 @@ def paged_extend_reference(
 ) -> torch.Tensor:
     """The definition, in at least fp32. Shapes as in the module's docstring -> [tokens, heads, head_dim], q's dtype.
 
-    Tokens before a sequence's first (q longer than the sequence) see nothing and get 0, as do tokens of no sequence.
+    Tokens before a sequence's first (q longer than the sequence) see nothing and get 0. Rows of q that belong to no
+    sequence, behind cu_seqlens_q[-1], are not written.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kv_heads = k_cache.shape[1]
     out = torch.empty_like(q) if out is None else out
-    out.zero_()
     bounds = cu_seqlens_q.tolist()
     for i, length in enumerate(seq_lens.tolist()):
         begin, end = bounds[i], bounds[i + 1]
         if begin == end or length <= 0:
+            out[begin:end] = 0
             continue
         position = torch.arange(length - (end - begin), length, device=q.device)
         first = 0 if window is None else max(0, int(position[0]) - window + 1)
@@ -222,3 +223,180 @@ def _extend_kernel(
                 stride_kb, stride_kn, stride_vb, stride_vn, stride_ot, stride_oh,
                 GROUP, HEAD_DIM, PAGE, WINDOW, SOFTCAP, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)
     # fmt: on
+
+
+# Rows of a tile -> how it is launched. Measured on an H200 (bf16, 32 heads, 8 kv heads, head size 128, pages of 16), in
+# us: a chunk of 2048 tokens of 8192, four of 512 of 4096, and a mixed step (512 of 4096, 63 decoding rows at 2048):
+#   128 rows   8 KB tiles  8 warps  3 stages   714  394  307
+#   128 rows  16 KB tiles  8 warps  3 stages   770  430  286
+#    64 rows   8 KB tiles  4 warps  3 stages   807  446  236
+#    64 rows  16 KB tiles  4 warps  3 stages   885  489  254    (spills on sm_80 to sm_120)
+# Decoding rows want many programs an SM, chunks want many rows: the mean number of new tokens tells them apart.
+LAUNCH = {
+    16: Launch(16384, 4, 3),
+    64: Launch(8192, 4, 3),
+    128: Launch(8192, 8, 3),
+}
+
+
+def shared_bytes(block_m: int, block_d: int, element_size: int) -> int:
+    """Upper bound. Tensor-core instructions that read shared memory themselves (64 rows and more) hold one more."""
+    launch = LAUNCH[block_m]
+    return launch.shared_bytes(block_m, block_d, element_size, pairs=launch.num_stages - (block_m < 64))
+
+
+@cache
+def block_rows(device: torch.device, rows: int, mean_rows: int, group: int, head_dim: int, size: int) -> int:
+    """Rows of a tile for sequences of up to ``rows`` rows, ``mean_rows`` on average. Raises ValueError if none fits."""
+    wanted = 128 if min(rows, mean_rows) >= 128 or group > 64 else 64 if max(rows, group) > 16 else 16
+    if size == 4:  # products in fp32 are not for tensor cores: larger tiles only spill
+        wanted = 64 if group > 16 else 16
+    for block_m in (128, 64, 16):
+        if pow2(group) <= block_m <= wanted:
+            if fits(shared_bytes(block_m, pow2(head_dim), size), device):
+                return block_m
+    raise ValueError(
+        f"paged_extend: {group} query heads a kv head, of head_dim {head_dim} with {size}-byte elements, need more "
+        f"than the {shared_limit(device)} bytes of shared memory a block of {device} can have"
+    )
+
+
+def paged_extend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_q: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every sequence's new tokens over its pages. Shapes as in the module's docstring -> [tokens, heads,
+    head_dim]; rows of q behind the last sequence's are not written.
+
+    max_q: no sequence has more new tokens; it sets the rows of a tile. By default the number of tokens. The grid
+    depends on shapes and max_q alone and nothing is read from the device, so it can be captured in a CUDA graph.
+    scale, window (each token sees itself and the window - 1 before it), softcap: as for paged_decode.
+
+    Raises ValueError for arguments that do not fit each other.
+    """
+    out = torch.empty_like(q) if out is None else out
+    check_paged("paged_extend", q, k_cache, v_cache, block_tables, seq_lens, out, window, softcap)
+    tokens, heads, head_dim = q.shape
+    _, kv_heads, page, _ = k_cache.shape
+    seqs, max_blocks = block_tables.shape
+    if cu_seqlens_q.shape != (seqs + 1,) or cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.device != q.device:
+        raise ValueError(
+            f"paged_extend: cu_seqlens_q must be int32 of shape ({seqs + 1},) on {q.device}, "
+            f"got {cu_seqlens_q.dtype} of shape {tuple(cu_seqlens_q.shape)} on {cu_seqlens_q.device}"
+        )
+    if max_q is not None and max_q < 0:
+        raise ValueError(f"paged_extend: max_q must be None or at least 0, got {max_q}")
+    max_q = tokens if max_q is None else min(max_q, tokens)
+    if not out.numel() or not seqs or not max_q:
+        return out
+    group = heads // kv_heads
+    block_d = pow2(head_dim)
+    block_m = block_rows(q.device, max_q * group, tokens * group // seqs, group, head_dim, q.element_size())
+    launch = LAUNCH[block_m]
+    tiles = tokens // (block_m // group) + seqs
+    scale = head_dim**-0.5 if scale is None else scale
+    _extend_kernel[(tiles * kv_heads,)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        out,
+        scale if softcap else scale * LOG2_E.value,
+        seqs,
+        max_blocks,
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE=page,
+        WINDOW=window or 0,
+        SOFTCAP=softcap or 0.0,
+        BLOCK_M=block_m,
+        SMALL_M=pow2(group),
+        BLOCK_N=launch.block_n(block_d, q.element_size()),
+        BLOCK_D=block_d,
+        PRECISION="ieee",
+        num_warps=launch.warps(q.element_size()),
+        num_stages=launch.num_stages,
+    )
+    return out
+
+
+def paged_extend_cost(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, *, window=None, **_) -> Cost:
+    """Keys and values of every token that any new token of the sequence sees, read once a sequence; q and out once.
+
+    2 FLOPs a multiply-add, two of them for each element of a seen key, query head and new token. Reads the lengths on
+    the host.
+    """
+    kv_heads, _page, head_dim = k_cache.shape[1:]
+    bounds, read, pairs, rows = cu_seqlens_q.tolist(), 0, 0, 0
+    for begin, end, length in zip(bounds[:-1], bounds[1:], seq_lens.tolist(), strict=True):
+        n = min(end - begin, max(length, 0))  # new tokens that see something: the last ones
+        rows += end - begin
+        if n:
+            span = length if window is None else min(length, n - 1 + window)
+            read += span
+            longest = length if window is None else min(length, window)
+            short = max(0, longest - (length - n))  # new tokens that see fewer than `longest`, the first ones
+            pairs += n * longest - short * (short - 1) // 2
+    size = q.element_size()
+    return Cost(
+        bytes=2 * read * kv_heads * head_dim * size + 2 * rows * q.shape[1] * head_dim * size,
+        flops=4 * pairs * q.shape[1] * head_dim,
+    )
+
+
+def _case(name: str, news, lengths, kv_heads=1, group=4, head_dim=64, block_size=16, cache=None, **options) -> Case:
+    """``news``: new tokens of each sequence. q is a slice of a fused qkv."""
+
+    def make(device, dtype, generator):
+        heads = kv_heads * group
+        qkv = torch.randn(sum(news), heads + 2 * kv_heads, head_dim, generator=generator)
+        qkv[:, heads:] = float("nan")
+        bounds = torch.tensor([0, *news]).cumsum(0).to(torch.int32)
+        return {
+            "q": qkv.to(device, dtype)[:, :heads],
+            **paged_cache(lengths, kv_heads, head_dim, block_size, device, dtype, generator, **(cache or {})),
+            "cu_seqlens_q": bounds.to(device),
+            **options,
+        }
+
+    return Case(name, make)
+
+
+EXTEND_CASES = (
+    _case("no sequences", [], []),
+    _case("no new tokens", [0, 0], [5, 0]),
+    _case("a prompt without a prefix", [50], [50]),
+    _case("prompts shorter than a tile", [1, 2, 3, 5], [1, 2, 3, 5], kv_heads=2),
+    _case("decoding rows only", [1, 1, 1], [40, 1, 129], max_q=1),
+    _case("a chunk, decoding rows, none", [1, 33, 0, 1, 7, 0], [65, 100, 20, 17, 7, 0], max_q=33),
+    _case("no new tokens first and last", [0, 3, 0], [9, 40, 0]),
+    _case("more new tokens than cached: the first see nothing", [10, 4], [6, 0]),
+    _case("drafts of four tokens", [4, 4, 4], [70, 4, 33], max_q=4, kv_heads=2),
+    *(_case(f"{g} query heads a kv head", [9, 1], [40, 30], group=g) for g in (1, 5, 6, 7, 8, 16, 24)),
+    *(_case(f"head size {d}", [20, 1], [50, 30], head_dim=d) for d in (16, 80, 96, 128, 256)),
+    *(_case(f"pages of {p}", [5, 1], [150, 70], block_size=p) for p in (1, 4, 64, 256)),
+    _case("a prefix shared by two sequences", [9, 3], [70, 40], cache={"shared": 2}),
+    *(_case(f"window {w}", [40, 1, 3], [90, 70, 3], window=w) for w in (1, 17, 1000)),
+    _case("softcap and window", [30], [80], softcap=2.0, window=33),
+)
+OP = Op("paged_extend", paged_extend_reference, paged_extend, paged_extend_cost, EXTEND_CASES)
