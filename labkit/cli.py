@@ -17,6 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--full", action="store_true", help="also verify the model's checksum")
     model = commands.add_parser("model", help="fetch and verify a model, and convert it for fast loading")
     model.add_argument("name", nargs="?", default="smollm2-135m")
+    bench = commands.add_parser("bench", help="measure every operator beside its ceiling and its peers")
+    bench.add_argument("what", choices=["kernels"], help="what to measure")
+    bench.add_argument("operators", nargs="*", help="only these operators (all, if none is given)")
     record = commands.add_parser("record", help="take the labs' measurements on this GPU and write its recording")
     record.add_argument("labs", nargs="*", help="numbers of the labs, such as 00 01 (all, if none is given)")
     record.add_argument("--out", help="recording to write (labkit/recordings/GPU.json, if not given)")
@@ -50,6 +53,18 @@ def _model(args) -> int:
     return 0
 
 
+def _bench(args) -> int:
+    from labkit.measure.bench import bench
+    from labkit.measure.bench_kernels import rows
+
+    known = {row.operator for row in rows()}
+    if unknown := set(args.operators) - known:
+        raise LabError(
+            f"There is no operator {', '.join(sorted(unknown))} to measure; there are {', '.join(sorted(known))}."
+        )
+    return bench([row for row in rows() if not args.operators or row.operator in args.operators])
+
+
 def _record(args) -> int:
     from labkit.course.record import record
 
@@ -62,7 +77,7 @@ def _check(args) -> int:
     return grade(args.notebook)
 
 
-_RUN = {"doctor": _doctor, "model": _model, "record": _record, "check": _check}
+_RUN = {"doctor": _doctor, "model": _model, "bench": _bench, "record": _record, "check": _check}
 
 if __name__ == "__main__":
     sys.exit(main())
