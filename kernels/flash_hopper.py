@@ -1,7 +1,33 @@
-"""FlashAttention for Hopper: a warp that loads, two warpgroups that compute, tensor cores that never wait for softmax.
+"""FlashAttention for Hopper (sm_90): one warp loads, warpgroups compute, and they take turns on the tensor cores.
+
+The arithmetic is ``kernels.flash_attention``'s. For a tile of 64 query rows a warpgroup and 128 keys at head size 128,
+the two products take 1024 cycles on the tensor cores of an SM, and the 8192 exponentials 512 on its special function
+units, with as many instructions again around them. Done one after the other, the tensor cores would idle a third of
+the time. So, as in FlashAttention-3 (arXiv 2407.08608):
+
+- A producer warp starts all loads (TMA, into a ring of STAGES key and value tiles) and needs hardly any registers;
+  setmaxnreg gives them to the warpgroups that compute.
+- Each warpgroup issues the scores of tile i and the output of tile i - 1 together, then passes the turn. While it
+  exponentiates, the next warpgroup has the tensor cores.
+- Probabilities never leave registers: they are the A operand of the second product.
+- Only tiles that the diagonal or a sequence's end crosses are masked, in a loop of their own.
+- The grid is one program an SM, and each goes through many tiles, so that the next tile loads under the arithmetic of
+  this one. A sequence's tiles with the most keys go first, and programs take them in turns, back and forth, so that all
+  end at about the same time. (At 16k tokens and 32 heads, the fullest program has 1.6 % more than the mean. Taking 8
+  heads after the other, for the sake of L2, made that 14 %, and 615 TFLOP/s of 674.)
+
+TMA fills what lies outside a tensor with zeros, but sequences are packed: what follows one is the next. The descriptors
+of k, v and out therefore have a dimension more than the tensor, over the same tokens. A tile is addressed from the
+sequence's end backwards, [end of the sequence, LIMIT - length + row], so that the dimension's limit LIMIT falls on the
+end of the sequence: rows behind it read as zeros and are not written. The two coordinates sum to LIMIT rows too many; a
+first dimension whose stride is 2**34 elements minus a row takes them back, LIMIT * 2**34 elements being 0 modulo 2**64
+bytes.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 import triton
@@ -12,290 +38,409 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BLOCK_M = 128
-BILLION: gl.constexpr = gl.constexpr(2**30)
+from kernels.launch import arch
+
+LIMIT = gl.constexpr(2**30)
+ROWS = gl.constexpr(64)  # query rows of a warpgroup: one m64 product
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute: a thread holds 64 scores, 64 outputs and 32 packed probabilities
+BLOCK_M = gl.constexpr(128)  # ROWS * CONSUMERS
+BLOCK_N = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+REGISTERS = gl.constexpr(240)  # a thread of theirs; with 24 for the producer's warpgroup these are all an SM has
+HEAD_DIMS = (64, 128)
+NEEDS = (
+    "a GPU of compute capability 9.0, float16 or bfloat16, a head_dim of 64 or 128, no window or softcap, a scale over "
+    "0, heads side by side (stride head_dim), token strides and addresses at multiples of 16 bytes, and a key"
+)
 
 
 @gluon.jit
-def _tile(position, cu_q_ptr, cu_k_ptr, num_seqs, slots, SECTION: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Where the tile at this position of the schedule lies."""
-    section = position // (slots * SECTION)
-    rest = position % (slots * SECTION)
-    slot = rest // SECTION
-    head = section * SECTION + rest % SECTION
-    low = slot * 0
-    high = low + num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(cu_q_ptr + middle) // BLOCK_M + middle <= slot:
-            low = middle
-        else:
-            high = middle
-    q_start = gl.load(cu_q_ptr + low)
-    q_end = gl.load(cu_q_ptr + low + 1)
-    k_start = gl.load(cu_k_ptr + low)
-    q_len = q_end - q_start
-    k_len = gl.load(cu_k_ptr + low + 1) - k_start
-    first_slot = q_start // BLOCK_M + low
-    next_slot = q_end // BLOCK_M + low + 1
-    row = (next_slot - 1 - slot) * BLOCK_M
-    return head, q_start, q_len, k_start, k_len, row
+def _find(turn, schedule, VARLEN: gl.constexpr):
+    """This program's tile in the turn-th round. Its row is not below q_len if there is none."""
+    cu_q_ptr, cu_k_ptr, num_seqs, tokens, tokens_k, slots, heads = schedule
+    step = gl.num_programs(0)
+    position = turn * step + gl.program_id(0)
+    if turn % 2 == 1:
+        position = turn * step + step - 1 - gl.program_id(0)
+    # Sequence i owns the slots from cu[i] // BLOCK_M + i on, at least one for each of its row blocks.
+    slot = position // heads
+    head = position % heads
+    q_start = 0 * slot
+    q_len = q_start + tokens
+    k_start = 0 * slot
+    k_len = k_start + tokens_k
+    last_slot = q_start + slots - 1
+    if VARLEN:
+        low = 0 * slot
+        high = low + num_seqs
+        while high - low > 1:
+            middle = (low + high) // 2
+            if gl.load(cu_q_ptr + middle) // BLOCK_M + middle <= slot:
+                low = middle
+            else:
+                high = middle
+        q_start = gl.load(cu_q_ptr + low)
+        q_end = gl.load(cu_q_ptr + low + 1)
+        k_start = gl.load(cu_k_ptr + low)
+        q_len = q_end - q_start
+        k_len = gl.load(cu_k_ptr + low + 1) - k_start
+        last_slot = q_end // BLOCK_M + low
+    row = (last_slot - slot) * BLOCK_M
+    return head, q_start, q_len, k_start, k_len, gl.where(position < slots * heads, row, q_len)
 
 
 @gluon.jit
-def _blocks(row, q_len, k_len, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    end = k_len
+def _tiles_of_keys(row, q_len, k_len, CAUSAL: gl.constexpr):
+    """How many key tiles a tile of queries needs, at least one: rows that see nothing come out of a masked tile."""
+    stop = k_len
     if CAUSAL:
-        end = gl.minimum(k_len, row + BLOCK_M + k_len - q_len)
-    return gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
+        stop = gl.minimum(k_len, row + BLOCK_M + k_len - q_len)
+    return gl.maximum((stop + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @gluon.jit
-def _load_kv(desc, smem, full, empty, count, k_start, k_len, row, column, STAGES: gl.constexpr):
-    slot = count % STAGES
-    phase = (count // STAGES) & 1
-    mbarrier.wait(empty.index(slot), phase ^ 1)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        desc, [BILLION, k_start + k_len, BILLION - k_len + row, column], full.index(slot), smem.index(slot)
-    )
+def _load(desc, ring, i, k_start, k_len, row, column):
+    """Start loading the i-th tile that ever passes this ring, once its place is free."""
+    smem, full, empty = ring
+    place = i % STAGES
+    mbarrier.wait(empty.index(place), ((i // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(place), desc.block_type.nbytes)
+    where = [LIMIT, k_start + k_len, LIMIT - k_len + row, column]
+    tma.async_copy_global_to_shared(desc, where, full.index(place), smem.index(place))
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    cu_q_ptr, cu_k_ptr, num_seqs, slots, positions,
-    GROUP: gl.constexpr, SECTION: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    loads,
+    schedule,
+    rounds,
+    VARLEN: gl.constexpr,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):
-    count = 0
+    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring = loads
+    q_smem, q_full, q_empty = q_ring
+    done = 0  # key tiles so far
     tiles = 0
-    step = gl.num_programs(0)
-    rounds = gl.cdiv(positions, step)
-    for r in range(rounds):
-        position = r * step + gl.program_id(0)
-        if r % 2 == 1:
-            position = r * step + step - 1 - gl.program_id(0)
-        if position < positions:
-            head, q_start, q_len, k_start, k_len, row = _tile(
-                position, cu_q_ptr, cu_k_ptr, num_seqs, slots, SECTION, BLOCK_M
-            )
-            if row < q_len:
-                n = _blocks(row, q_len, k_len, CAUSAL, BLOCK_M, BLOCK_N)
-                column = head // GROUP * HEAD_DIM
-                mbarrier.wait(q_empty, (tiles & 1) ^ 1)
-                mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, [q_start + row, head * HEAD_DIM], q_full, q_smem.index(0))
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_start + row + BLOCK_M // 2, head * HEAD_DIM], q_full, q_smem.index(1)
-                )
-                _load_kv(k_desc, k_smem, k_full, k_empty, count, k_start, k_len, (n - 1) * BLOCK_N, column, STAGES)
-                for i in range(1, n):
-                    _load_kv(
-                        k_desc, k_smem, k_full, k_empty, count + i, k_start, k_len, (n - 1 - i) * BLOCK_N, column, STAGES
-                    )
-                    _load_kv(
-                        v_desc, v_smem, v_full, v_empty, count + i - 1, k_start, k_len, (n - i) * BLOCK_N, column, STAGES
-                    )
-                _load_kv(v_desc, v_smem, v_full, v_empty, count + n - 1, k_start, k_len, column * 0, column, STAGES)
-                count += n
-                tiles += 1
+    for turn in range(rounds):
+        head, q_start, q_len, k_start, k_len, row = _find(turn, schedule, VARLEN)
+        if row < q_len:
+            n = _tiles_of_keys(row, q_len, k_len, CAUSAL)
+            column = head // GROUP * HEAD_DIM
+            for i in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(i), (tiles & 1) ^ 1)
+                mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
+                where = [q_start + row + i * ROWS, head * HEAD_DIM]
+                tma.async_copy_global_to_shared(q_desc, where, q_full.index(i), q_smem.index(i))
+            # a step of the consumers takes keys i and values i - 1
+            _load(k_desc, k_ring, done, k_start, k_len, (n - 1) * BLOCK_N, column)
+            for i in range(1, n):
+                _load(k_desc, k_ring, done + i, k_start, k_len, (n - 1 - i) * BLOCK_N, column)
+                _load(v_desc, v_ring, done + i - 1, k_start, k_len, (n - i) * BLOCK_N, column)
+            _load(v_desc, v_ring, done + n - 1, k_start, k_len, 0 * n, column)
+            done += n
+            tiles += 1
 
 
 @gluon.jit
-def _mask(s, block, rows, shift, k_len, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
-    cols = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-    if CAUSAL:
-        last = gl.minimum(rows + shift, k_len - 1)
-        return gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
-    else:
-        return gl.where((cols < k_len)[None, :], s, float("-inf"))
+def _mask(s, tile, rows, shift, k_len, CAUSAL: gl.constexpr):
+    """-inf for keys that a row does not see."""
+    cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    last = gl.minimum(rows + shift, k_len - 1) if CAUSAL else rows * 0 + k_len - 1
+    return gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
 
 
 @gluon.jit
-def _softmax(s, m, scale_log2, MASKED: gl.constexpr):
-    """Online softmax of one tile."""
+def _softmax(s, m, unit, MASKED: gl.constexpr):
+    """p = 2**(unit * (s - max)), the new maximum of the raw scores, and what sums so far are still worth."""
     m_new = gl.maximum(m, gl.max(s, 1))
     anchor = m_new
     if MASKED:
-        anchor = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale_log2 - (anchor * scale_log2)[:, None])
-    alpha = gl.exp2((m - anchor) * scale_log2)
-    return p, m_new, alpha
+        anchor = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: -inf - -inf would be NaN
+    p = gl.exp2(s * unit - (anchor * unit)[:, None])
+    return p, m_new, gl.exp2((m - anchor) * unit)
 
 
 @gluon.jit
-def _scores(q, k_smem, slot, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _scores(q, k_smem, place, HEAD_DIM: gl.constexpr):
     """Start q @ k^T on the tensor cores."""
-    k = k_smem.index(slot).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
-    ROWS: gl.constexpr = q.shape[0]
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    k = k_smem.index(place).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
+    return warpgroup_mma(q, k, gl.zeros([ROWS, BLOCK_N], gl.float32, layout), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weighted(p, v_smem, place, acc, HEAD_DIM: gl.constexpr):
+    """Start acc + p @ v."""
+    a = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))  # stays in registers
+    return warpgroup_mma(a, v_smem.index(place).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
 
 
 @gluon.jit
 def _steps(
-    start, stop, count, n, acc, p, m, l, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, mine, other, turns,
-    rows, shift, k_len, scale_log2,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    first,
+    stop,
+    done,
+    n,
+    acc,
+    p,
+    alpha,
+    m,
+    l,
+    turns,
+    q,
+    k_ring,
+    v_ring,
+    mine,
+    other,
+    rows,
+    shift,
+    k_len,
+    unit,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):
-    for i in range(start, stop):
-        k_slot = (count + i) % STAGES
-        v_slot = (count + i - 1) % STAGES
-        if PINGPONG:
-            mbarrier.wait(mine, turns & 1)
-            turns += 1
-        s_token = _scores(q, k_smem, k_slot, S_LAYOUT, BLOCK_N, HEAD_DIM)
-        mbarrier.wait(v_full.index(v_slot), ((count + i - 1) // STAGES) & 1)
-        acc_token = warpgroup_mma(p, v_smem.index(v_slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
-        if PINGPONG:
-            mbarrier.arrive(other, count=1)
-        s = warpgroup_mma_wait(1, deps=[s_token])
-        mbarrier.arrive(k_empty.index(k_slot), count=1)
+    """Tiles first to stop, counted from the last keys back. Tile i - 1 enters acc while tile i is scored."""
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_full, v_empty = v_ring
+    for i in range(first, stop):
+        k_place = (done + i) % STAGES
+        v_place = (done + i - 1) % STAGES
+        mbarrier.wait(k_full.index(k_place), ((done + i) // STAGES) & 1)
+        mbarrier.wait(mine, turns & 1)
+        turns += 1
+        s = _scores(q, k_smem, k_place, HEAD_DIM)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+        mbarrier.wait(v_full.index(v_place), ((done + i - 1) // STAGES) & 1)
+        acc = _weighted(p, v_smem, v_place, acc, HEAD_DIM)
+        mbarrier.arrive(other, count=1)
+        s, acc = warpgroup_mma_wait(0, deps=[s, acc])
+        mbarrier.arrive(k_empty.index(k_place), count=1)
+        mbarrier.arrive(v_empty.index(v_place), count=1)
         if MASKED:
-            s = _mask(s, n - 1 - i, rows, shift, k_len, CAUSAL, BLOCK_N)
-        p32, m, alpha = _softmax(s, m, scale_log2, MASKED)
-        l = l * alpha + gl.sum(p32, 1)
-        mbarrier.wait(v_full.index(v_slot), ((count + i - 1) // STAGES) & 1)
-        acc = warpgroup_mma_wait(0, deps=[acc_token])
-        mbarrier.arrive(v_empty.index(v_slot), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        p = gl.convert_layout(p32.to(p.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    return acc, p, m, l, turns
+            s = _mask(s, n - 1 - i, rows, shift, k_len, CAUSAL)
+        p, m, alpha = _softmax(s, m, unit, MASKED)
+        l = l * alpha + gl.sum(p, 1)
+    return acc, p, alpha, m, l, turns
 
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-    out_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, cu_q_ptr, cu_k_ptr, num_seqs, slots, positions, scale_log2,
-    SECTION: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    ME: gl.constexpr,  # which of the warpgroups
+    shared,
+    schedule,
+    rounds,
+    unit,
+    lse_ptr,  # [heads, tokens]
+    tokens,
+    VARLEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_M // 2
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    q_ring, k_ring, v_ring, passed, o_smem, out_desc = shared
+    q_smem, q_full, q_empty = q_ring
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_full, v_empty = v_ring
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    M_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    dtype: gl.constexpr = q_smem.dtype
-    mine = turn.index(WG)
-    other = turn.index(1 - WG)
-    q = q_smem.index(WG)
-    count = 0
+    M_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    mine = passed.index(ME)
+    other = passed.index((ME + 1) % CONSUMERS)
+    q = q_smem.index(ME)
+    done = 0
     tiles = 0
     turns = 0
-    step = gl.num_programs(0)
-    rounds = gl.cdiv(positions, step)
-    for r in range(rounds):
-        position = r * step + gl.program_id(0)
-        if r % 2 == 1:
-            position = r * step + step - 1 - gl.program_id(0)
-        if position < positions:
-            head, q_start, q_len, k_start, k_len, tile_row = _tile(
-                position, cu_q_ptr, cu_k_ptr, num_seqs, slots, SECTION, BLOCK_M
-            )
-            if tile_row < q_len:
-                n = _blocks(tile_row, q_len, k_len, CAUSAL, BLOCK_M, BLOCK_N)
-                row = tile_row + WG * ROWS
-                rows = row + gl.arange(0, ROWS, M_LAYOUT)
-                shift = k_len - q_len
-                full = k_len // BLOCK_N
-                if CAUSAL:
-                    full = gl.minimum(full, gl.maximum(row + shift + 1, 0) // BLOCK_N)
-                masked = gl.maximum(n - full, 1)
+    for turn in range(rounds):
+        head, q_start, q_len, k_start, k_len, tile_row = _find(turn, schedule, VARLEN)
+        if tile_row < q_len:
+            n = _tiles_of_keys(tile_row, q_len, k_len, CAUSAL)
+            row = tile_row + ME * ROWS
+            rows = row + gl.arange(0, ROWS, M_LAYOUT)
+            shift = k_len - q_len
+            whole = k_len // BLOCK_N  # tiles that every row sees
+            if CAUSAL:
+                whole = gl.minimum(whole, gl.maximum(row + shift + 1, 0) // BLOCK_N)
+            masked = gl.minimum(gl.maximum(n - whole, 1), n)
 
-                mbarrier.wait(q_full, tiles & 1)
-                slot = count % STAGES
-                mbarrier.wait(k_full.index(slot), (count // STAGES) & 1)
-                if PINGPONG:
-                    mbarrier.wait(mine, turns & 1)
-                    turns += 1
-                s_token = _scores(q, k_smem, slot, S_LAYOUT, BLOCK_N, HEAD_DIM)
-                if PINGPONG:
-                    mbarrier.arrive(other, count=1)
-                s = warpgroup_mma_wait(0, deps=[s_token])
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                s = _mask(s, n - 1, rows, shift, k_len, CAUSAL, BLOCK_N)
-                m = gl.full([ROWS], float("-inf"), gl.float32, M_LAYOUT)
-                p32, m, alpha = _softmax(s, m, scale_log2, True)
-                l = gl.sum(p32, 1)
-                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-                acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
-                acc, p, m, l, turns = _steps(
-                    1, masked, count, n, acc, p, m, l, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    mine, other, turns, rows, shift, k_len, scale_log2,
-                    S_LAYOUT, O_LAYOUT, CAUSAL, True, BLOCK_N, HEAD_DIM, STAGES, PINGPONG,
-                )
-                acc, p, m, l, turns = _steps(
-                    masked, n, count, n, acc, p, m, l, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    mine, other, turns, rows, shift, k_len, scale_log2,
-                    S_LAYOUT, O_LAYOUT, CAUSAL, False, BLOCK_N, HEAD_DIM, STAGES, PINGPONG,
-                )
-                mbarrier.arrive(q_empty, count=1)
-                slot = (count + n - 1) % STAGES
-                mbarrier.wait(v_full.index(slot), ((count + n - 1) // STAGES) & 1)
-                acc_token = warpgroup_mma(p, v_smem.index(slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
-                lse = gl.where(l > 0, m * scale_log2 + gl.log2(l), float("-inf")) * 0.6931471805599453
-                inverse = gl.where(l > 0, 1.0 / l, 0.0)
-                gl.store(lse_ptr + head.to(gl.int64) * stride_lh + q_start + rows, lse, mask=rows < q_len)
-                acc = warpgroup_mma_wait(0, deps=[acc_token])
-                mbarrier.arrive(v_empty.index(slot), count=1)
-                acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                out = gl.convert_layout(acc.to(dtype), STORE)
-                o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-                o_cols = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORE))
-                base = out_ptr + (q_start + row).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                gl.store(base + o_rows[:, None] * stride_ot + o_cols[None, :], out, mask=(o_rows < q_len - row)[:, None])
-                count += n
-                tiles += 1
+            mbarrier.wait(q_full.index(ME), tiles & 1)
+            mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1)
+            mbarrier.wait(mine, turns & 1)
+            turns += 1
+            s = _scores(q, k_smem, done % STAGES, HEAD_DIM)
+            mbarrier.arrive(other, count=1)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(done % STAGES), count=1)
+            s = _mask(s, n - 1, rows, shift, k_len, CAUSAL)
+            m = gl.full([ROWS], float("-inf"), gl.float32, M_LAYOUT)
+            p, m, alpha = _softmax(s, m, unit, True)
+            l = gl.sum(p, 1)
+            acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
+            acc, p, alpha, m, l, turns = _steps(
+                1, masked, done, n, acc, p, alpha, m, l, turns, q, k_ring, v_ring, mine, other, rows, shift, k_len,
+                unit, CAUSAL, True, HEAD_DIM,
+            )  # fmt: skip
+            acc, p, alpha, m, l, turns = _steps(
+                masked, n, done, n, acc, p, alpha, m, l, turns, q, k_ring, v_ring, mine, other, rows, shift, k_len,
+                unit, CAUSAL, False, HEAD_DIM,
+            )  # fmt: skip
+            mbarrier.arrive(q_empty.index(ME), count=1)
+            done += n
+            place = (done - 1) % STAGES
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            mbarrier.wait(v_full.index(place), ((done - 1) // STAGES) & 1)
+            acc = _weighted(p, v_smem, place, acc, HEAD_DIM)
+            l = gl.where(l == 0, 1.0, l)  # a row that saw nothing: acc is 0, m is -inf, and so they stay; NaN stays NaN
+            lse = (m * unit + gl.log2(l)) * 0.6931471805599453
+            gl.store(lse_ptr + head.to(gl.int64) * tokens + q_start + rows, lse, mask=rows < q_len)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(place), count=1)
+            acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            tma.store_wait(0)  # the last tile's output has left o_smem
+            o_smem.index(ME).reshape([ROWS, HEAD_DIM]).store(acc.to(q_smem.dtype))
+            fence_async_shared()
+            where = [LIMIT, q_start + q_len, LIMIT - q_len + row, head * HEAD_DIM]
+            tma.async_copy_shared_to_global(out_desc, where, o_smem.index(ME))
+            tiles += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _ring(dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, readers: gl.constexpr):
+    """Shared memory for shape[0] tiles, with a barrier each for "full" and for "empty" (``readers`` say so)."""
+    smem = gl.allocate_shared_memory(dtype, shape, layout)
+    full = gl.allocate_shared_memory(gl.int64, [shape[0], 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [shape[0], 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(shape[0]):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=readers)
+    return smem, full, empty
 
 
 @gluon.jit
 def flash_hopper_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, num_seqs, slots, positions,
-    stride_ot, stride_oh, stride_lh, scale_log2,
-    GROUP: gl.constexpr, SECTION: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    q_desc,  # [tokens, heads * HEAD_DIM]
+    k_desc,  # [., ., LIMIT, kv_heads * HEAD_DIM]
+    v_desc,
+    out_desc,  # [., ., LIMIT, heads * HEAD_DIM]
+    lse_ptr,  # [heads, tokens]
+    cu_q_ptr,  # [seqs + 1], not read unless VARLEN
+    cu_k_ptr,
+    num_seqs,
+    tokens,
+    tokens_k,
+    slots,
+    heads,
+    unit,  # scale * log2(e)
+    VARLEN: gl.constexpr,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, HEAD_DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    if PINGPONG:
-        mbarrier.arrive(turn.index(0), count=1)
+    Q_LAYOUT: gl.constexpr = q_desc.layout
+    K_LAYOUT: gl.constexpr = k_desc.layout
+    q_ring = _ring(dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT, 1)
+    k_ring = _ring(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], K_LAYOUT, CONSUMERS)
+    v_ring = _ring(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], K_LAYOUT, CONSUMERS)
+    o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], out_desc.layout)
+    passed = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(passed.index(i), count=1)
+    mbarrier.arrive(passed.index(0), count=1)
+    schedule = (cu_q_ptr, cu_k_ptr, num_seqs, tokens, tokens_k, slots, heads)
+    rounds = gl.cdiv(slots * heads, gl.num_programs(0))
+    shared = (q_ring, k_ring, v_ring, passed, o_smem, out_desc)
+    loads = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)
     gl.warp_specialize(
         [
-            (_consumer, (0, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                out_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, cu_q_ptr, cu_k_ptr, num_seqs, slots, positions,
-                scale_log2, SECTION, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, PINGPONG)),
-            (_consumer, (1, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                out_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, cu_q_ptr, cu_k_ptr, num_seqs, slots, positions,
-                scale_log2, SECTION, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, PINGPONG)),
-            (_producer, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                v_empty, cu_q_ptr, cu_k_ptr, num_seqs, slots, positions,
-                GROUP, SECTION, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES)),
+            (_consumer, (0, shared, schedule, rounds, unit, lse_ptr, tokens, VARLEN, CAUSAL, HEAD_DIM)),
+            (_consumer, (1, shared, schedule, rounds, unit, lse_ptr, tokens, VARLEN, CAUSAL, HEAD_DIM)),
+            (_producer, (loads, schedule, rounds, VARLEN, GROUP, CAUSAL, HEAD_DIM)),
         ],
         [4, 1],
-        [240, 24],
+        [REGISTERS, 24],
+    )
+
+
+def supports(q, k, v, out, scale: float, window: int | None, softcap: float | None) -> bool:
+    """Whether ``launch`` can take these tensors of ``flash_attention``; ``NEEDS`` says in words what it needs."""
+    head_dim = q.shape[2]
+    if not q.is_cuda or arch(q.device) != 90 or q.dtype == torch.float32 or head_dim not in HEAD_DIMS:
+        return False
+    if window is not None or softcap or scale <= 0 or not k.shape[0]:
+        return False
+    for x in (q, k, v, out):
+        if (x.stride(1) != head_dim and x.shape[1] > 1) or x.stride(0) % 8 or x.data_ptr() % 16:
+            return False
+    return True
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _by_token(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """x [tokens, heads, head_dim] as [tokens, heads * head_dim], in boxes of ``rows`` tokens of one head."""
+    shape = [rows, x.shape[2]]
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], shape, _layout(shape, x.dtype))
+
+
+def _from_the_end(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """The same, addressed from a sequence's end: [LIMIT, end of the sequence, LIMIT - length + row, column]."""
+    limit, stride = LIMIT.value, x.stride(0)
+    shape = [1, 1, rows, x.shape[2]]
+    return TensorDescriptor(
+        x,
+        [2**31 - 1, 2**31 - 1, limit, x.shape[1] * x.shape[2]],
+        [2**34 - stride, stride, stride, 1],
+        shape,
+        _layout(shape, x.dtype),
+    )
+
+
+def _layout(shape: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+def launch(
+    q: torch.Tensor,  # [tokens, heads, head_dim]
+    k: torch.Tensor,  # [tokens_k, kv_heads, head_dim]
+    v: torch.Tensor,
+    out: torch.Tensor,  # [tokens, heads, head_dim]
+    lse: torch.Tensor,  # [heads, tokens]
+    cu_q: torch.Tensor | None,  # [seqs + 1]
+    cu_k: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Fill ``out`` and ``lse``. The arguments are ``flash_attention``'s, checked, and ``supports`` holds for them."""
+    tokens, heads, head_dim = q.shape
+    varlen = cu_q is not None
+    seqs = cu_q.numel() - 1 if varlen else 1
+    slots = tokens // BLOCK_M.value + seqs if varlen else triton.cdiv(tokens, BLOCK_M.value)
+    flash_hopper_kernel[(min(_sms(q.device), slots * heads),)](
+        _by_token(q, ROWS.value),
+        _from_the_end(k, BLOCK_N.value),
+        _from_the_end(v, BLOCK_N.value),
+        _from_the_end(out, ROWS.value),
+        lse,
+        cu_q if varlen else lse,
+        cu_k if varlen else lse,
+        seqs,
+        tokens,
+        k.shape[0],
+        slots,
+        heads,
+        scale * math.log2(math.e),
+        VARLEN=varlen,
+        GROUP=heads // k.shape[1],
+        CAUSAL=causal,
+        HEAD_DIM=head_dim,
+        num_warps=4,
     )

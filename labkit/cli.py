@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from labkit.errors import LabError
@@ -19,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     model.add_argument("name", nargs="?", default="smollm2-135m")
     bench = commands.add_parser("bench", help="measure every operator beside its ceiling and its peers")
     bench.add_argument("what", choices=["kernels"], help="what to measure")
+    bench.add_argument("--record", help="also write the measurements into this recording")
     bench.add_argument("operators", nargs="*", help="only these operators (all, if none is given)")
     record = commands.add_parser("record", help="take the labs' measurements on this GPU and write its recording")
     record.add_argument("labs", nargs="*", help="numbers of the labs, such as 00 01 (all, if none is given)")
@@ -62,6 +64,8 @@ def _bench(args) -> int:
         raise LabError(
             f"There is no operator {', '.join(sorted(unknown))} to measure; there are {', '.join(sorted(known))}."
         )
+    if args.record:
+        os.environ["LABKIT_RECORD"] = args.record
     return bench([row for row in rows() if not args.operators or row.operator in args.operators])
 
 
