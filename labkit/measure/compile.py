@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from pathlib import Path
 from labkit.analysis.occupancy import Occupancy, occupancy
 from labkit.errors import LabError
 from labkit.hardware import catalogue
+from labkit.measure.compiler_process import WORKER, ask
 from labkit.measure.sass import SassStats
 from labkit.measure.source import kernel_source, unwrap
 from labkit.paths import home, replace_file
@@ -36,9 +35,7 @@ ARCHITECTURES = {
     "sm_100": "10.0",
     "sm_120": "12.0",
 }
-_WORKER = Path(__file__).with_name("compile_worker.py")
 _TYPE = re.compile(r"\*?k?(fp16|bf16|fp32|fp64|fp8e4nv|fp8e4b15|fp8e5|[iu](1|8|16|32|64))$|\*\*|tensordesc|nvTmaDesc")
-_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,12 @@ def compile_kernel(
         "options": options if maxnreg is None else {**options, "maxnreg": maxnreg},
     }
     key = hashlib.sha256(
-        repr((source.digest, sorted(request.items()), version("triton"), _WORKER.read_bytes())).encode()
+        repr((source.digest, sorted(request.items()), version("triton"), WORKER.read_bytes())).encode()
     ).hexdigest()
     kept = home() / "compiled" / f"{key}.json"
     reply = _read(kept)
     if reply is None:
-        reply = _run({**request, "files": source.files, "path": sys.path})
+        reply = ask({**request, "files": source.files, "path": sys.path})
         if error := reply.get("error"):
             where = f"\n    {error['line']}" if error["line"] else ""
             raise LabError(f"{source.name} does not compile for {arch}: {error['message']}{where}")
@@ -187,21 +184,3 @@ def _read(kept: Path) -> dict | None:
         return json.loads(kept.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _run(request: dict) -> dict:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-    command = [sys.executable, "-P", str(_WORKER)]
-    try:
-        done = subprocess.run(
-            command, input=pickle.dumps(request), capture_output=True, env=environment, timeout=_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise LabError(
-            f"{request['name']}: the compiler took more than {_TIMEOUT_S} s; take smaller blocks."
-        ) from error
-    try:
-        return json.loads(done.stdout)
-    except ValueError as error:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        raise LabError(f"{request['name']}: the compiler process ended with code {done.returncode}: {last}") from error

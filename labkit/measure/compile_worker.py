@@ -1,7 +1,7 @@
-"""Compiles one kernel ahead of time; run as a script, in its own process, by ``labkit.measure.compile``.
+"""Compiles kernels ahead of time; run as a script, in its own process, by ``labkit.measure.compile``.
 
-A pickled request comes on stdin, a JSON reply goes to stdout. Nothing of labkit is imported: only Triton, and what the
-kernel itself imports. No GPU is needed.
+Requests come on stdin, replies go to stdout, and each is handled in a fork, so that Triton is loaded only once. Nothing
+of labkit is imported: only Triton, and what the kernel itself imports. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -85,10 +85,8 @@ def _explain(error: BaseException) -> dict:
     return {"line": lines[caret - 1].strip(), "message": after or inner or type(chain[-1]).__name__}
 
 
-def main() -> None:
-    request = pickle.load(sys.stdin.buffer)
-    reply_to = os.dup(1)  # the compiler may print; only the reply belongs on stdout
-    os.dup2(2, 1)
+def _handle(request: dict) -> dict:
+    """Compile in this process, which is thrown away afterwards."""
     sys.path[:0] = request["path"]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = str(Path(folder, "cache"))  # a cache hit would print no resource usage
@@ -96,12 +94,62 @@ def main() -> None:
             Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
         sys.path.insert(0, folder)
         try:
-            reply = _compile(request)
+            return _compile(request)
         except BaseException as error:  # everything is reported: this process has no other voice
-            reply = {"error": _explain(error)}
-    with os.fdopen(reply_to, "w") as out:
-        json.dump(reply, out)
+            return {"error": _explain(error)}
+
+
+def _in_a_child(request: dict) -> bytes:
+    """The reply as JSON. A fork has Triton loaded, and neither its crash nor its modules stay with the next request."""
+    with tempfile.TemporaryFile() as reply, tempfile.TemporaryFile() as noise:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.dup2(noise.fileno(), 1)  # the compiler may print
+                os.dup2(noise.fileno(), 2)
+                reply.write(json.dumps(_handle(request)).encode())
+                reply.flush()
+                status = 0
+            finally:
+                os._exit(status)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        reply.seek(0)
+        if code == 0:
+            return reply.read()
+        noise.seek(0)
+        said = noise.read().decode(errors="replace").strip().splitlines()
+        return json.dumps({"crash": f"code {code}: {said[-1] if said else 'no message'}"}).encode()
+
+
+def _warm_up() -> None:
+    """Load once what every fork needs: torch, which most kernels' modules import, and all of Triton's compiler."""
+    import torch  # noqa: F401
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    @triton.jit
+    def kernel(x_ptr):
+        tl.store(x_ptr, 1.0)
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        compile(ASTSource(kernel, {"x_ptr": "*fp32"}), target=GPUTarget("cuda", 80, 32))
+
+
+def serve() -> None:
+    """Answer requests until stdin ends. Both ways a message is 8 bytes of length, then a pickle or a JSON text."""
+    _warm_up()
+
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while len(head := requests.read(8)) == 8:
+        reply = _in_a_child(pickle.loads(requests.read(int.from_bytes(head, "big"))))
+        replies.write(len(reply).to_bytes(8, "big") + reply)
+        replies.flush()
 
 
 if __name__ == "__main__":
-    main()
+    serve()
