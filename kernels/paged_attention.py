@@ -38,29 +38,22 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import DTYPES, arch, fits, shared_limit
+from kernels.launch import arch, fits, shared_limit
 from kernels.op import Case, Cost, Op
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
+from kernels.paged_cache import (
+    LOG2_E,
+    check_paged,
+    check_pages,
+    gather_pages,
+    page_ids,
+    paged_cache,
+    pow2,
+    sm_count,
+    soften,
+    wide,
+)
 
 # ---------------------------------------------------------------------------------------------------- definition
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in at least fp32 (fp64 stays fp64, so that a reference on fp64 inputs is exact enough to judge by)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def gather_pages(cache: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Tokens [first, last) of one sequence, from a cache as in the module's docstring -> [kv_heads, tokens, head_dim].
-
-    table: [max_blocks], the sequence's block table; only entries that hold these tokens are read.
-    """
-    size = cache.shape[2]
-    pages = cache[table[first // size : -(-last // size)].long()]
-    flat = pages.transpose(0, 1).flatten(1, 2)
-    return flat[:, first % size : first % size + last - first]
 
 
 def paged_decode_reference(
@@ -91,12 +84,6 @@ def paged_decode_reference(
 
 
 @triton.jit
-def soften(s, SOFTCAP: tl.constexpr):
-    """softcap * tanh(s / softcap) in base 2. tanh(x) = 2 sigmoid(2x) - 1 neither overflows nor cancels for large x."""
-    return (SOFTCAP * LOG2_E) * (2 * tl.sigmoid(s * (2 / SOFTCAP)) - 1)
-
-
-@triton.jit
 def _share(length, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """How a sequence's tiles are divided: first token seen, first and end tile of this split, splits that have a tile.
 
@@ -109,20 +96,6 @@ def _share(length, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     each = tl.maximum(tl.cdiv(high - low, splits), 1)
     start = low + split * each
     return first, start, tl.minimum(start + each, high), tl.cdiv(high - low, each)
-
-
-@triton.jit
-def page_ids(table_ptr, tile, end, length, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """Page ids of a tile's tokens: one for all where the tile lies in a page, else one a token.
-
-    Entries past the last token are not read. ids are int64: id * stride passes 2**31 in a large cache.
-    """
-    if PAGE >= BLOCK_N:
-        page = tl.load(table_ptr + tile * BLOCK_N // PAGE, mask=tile < end, other=0)
-    else:
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        page = tl.load(table_ptr + n // PAGE, mask=n < length, other=0)
-    return page.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["splits", "max_blocks", "stride_table"])
@@ -341,17 +314,6 @@ def decode_splits(device: torch.device, programs: int, head_dim: int, element_si
     return chosen
 
 
-def pow2(n: int) -> int:
-    """The least power of two that is at least n and at least 16, the smallest side of a tensor-core tile."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-@cache
-def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors; on a CPU, where the kernel is interpreted, 1."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def decode_workspace(heads: int, kv_heads: int, head_dim: int, device: torch.device | str) -> torch.Tensor:
     """Room for the partial results of any batch with the splits that paged_decode chooses: 1-D, fp32.
 
@@ -360,41 +322,6 @@ def decode_workspace(heads: int, kv_heads: int, head_dim: int, device: torch.dev
     device = torch.empty(0, device=device).device  # "cuda" means the current one
     rows = ROUNDS * PER_SM * sm_count(device) * (heads // kv_heads)
     return torch.empty(rows * (head_dim + 2), dtype=torch.float32, device=device)
-
-
-def check_paged(op: str, q, k_cache, v_cache, block_tables, seq_lens, out, window, softcap) -> None:
-    """Raise ValueError, naming the argument, what it must be and what it is. Reads shapes only, never the device."""
-    for name, t, dims, dtype in (
-        ("q", q, 3, q.dtype),
-        ("k_cache", k_cache, 4, q.dtype),
-        ("v_cache", v_cache, 4, q.dtype),
-        ("block_tables", block_tables, 2, torch.int32),
-        ("seq_lens", seq_lens, 1, torch.int32),
-        ("out", out, 3, q.dtype),
-    ):
-        if t.dim() != dims:
-            raise ValueError(f"{op}: {name} must have {dims} dimensions, got shape {tuple(t.shape)}")
-        if t.dtype != dtype:
-            raise ValueError(f"{op}: {name} must be {dtype}{' like q' * (dims > 2)}, got {t.dtype}")
-        if t.device != q.device:
-            raise ValueError(f"{op}: {name} must be on q's device {q.device}, got {t.device}")
-        if t.shape[-1] > 1 and t.stride(-1) != 1:
-            raise ValueError(f"{op}: {name} must be contiguous in its last dimension, got strides {t.stride()}")
-    kv_heads, size, head_dim = k_cache.shape[1:]
-    for ok, name, must, got in (
-        (q.dtype in DTYPES, "q", "be float32, float16 or bfloat16", q.dtype),
-        (k_cache.shape == v_cache.shape, "v_cache", "have k_cache's shape", (*k_cache.shape, *v_cache.shape)),
-        (q.shape[2] == head_dim, "head_dim", "be the same in q and k_cache", (q.shape[2], head_dim)),
-        (0 < head_dim <= 256, "head_dim", "be from 1 to 256", head_dim),
-        (kv_heads and q.shape[1] % kv_heads == 0, "heads", "be a multiple of kv_heads", (q.shape[1], kv_heads)),
-        (0 < size <= 256 and size & (size - 1) == 0, "block_size", "be a power of two from 1 to 256", size),
-        (block_tables.shape[0] == seq_lens.shape[0], "seq_lens", "have a row a block table", seq_lens.shape[0]),
-        (out.shape == q.shape, "out", "have q's shape", tuple(out.shape)),
-        (window is None or window >= 1, "window", "be None or at least 1: a token sees itself", window),
-        (softcap is None or softcap > 0, "softcap", "be None or positive", softcap),
-    ):
-        if not ok:
-            raise ValueError(f"{op}: {name} must {must}, got {got}")
 
 
 def paged_decode(
@@ -411,6 +338,7 @@ def paged_decode(
     splits: int | None = None,
     workspace: torch.Tensor | None = None,
     launch: Launch | None = None,
+    debug: bool = False,
 ) -> torch.Tensor:
     """Attention of one token a sequence over its pages. Shapes as in the module's docstring -> [seqs, heads, head_dim].
 
@@ -418,7 +346,8 @@ def paged_decode(
     softcap: bound of the scores. splits: programs a sequence and kv head, by default ``decode_splits``; 1 needs no
     merge and no workspace. workspace: from ``decode_workspace``, for callers that allocate nothing in a step. launch:
     instead of LAUNCH. Nothing is read from the device, so the call can be captured in a CUDA graph; the splits follow
-    the lengths that a replay finds. A length beyond max_blocks * block_size counts as that.
+    the lengths that a replay finds. A length beyond max_blocks * block_size counts as that, and a block id out of
+    range reads foreign memory; debug=True waits for the GPU and refuses both.
 
     Raises ValueError for arguments that do not fit each other.
     """
@@ -429,6 +358,8 @@ def paged_decode(
     max_blocks = block_tables.shape[1]
     if seq_lens.shape[0] != seqs:
         raise ValueError(f"paged_decode: q must have one token a sequence, got {seqs} for {seq_lens.shape[0]}")
+    if debug:
+        check_pages("paged_decode", k_cache, block_tables, seq_lens)
     if not out.numel():
         return out
     launch = launch or LAUNCH
@@ -516,45 +447,6 @@ def paged_decode_cost(q, k_cache, v_cache, block_tables, seq_lens, *, window=Non
 
 
 # --------------------------------------------------------------------------------------------------------- cases
-
-
-def paged_cache(
-    lengths,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    device,
-    dtype,
-    generator,
-    shared: int = 0,
-    scale: float = 1.0,
-) -> dict:
-    """A cache of sequences of these lengths, as hostile as the contract allows; the arguments from k_cache to seq_lens.
-
-    Pages lie in random order, K and V of one page side by side (so a block's stride is twice a page), three pages are
-    unused. What no sequence holds is NaN: unused pages, the tails of last pages. Entries of a block table past the
-    sequence's last page are far outside the cache. The first ``shared`` pages of every sequence are the same ones.
-    """
-    counts = [-(-length // block_size) for length in lengths]
-    num_blocks = sum(counts) + 3
-    cache = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), float("nan"))
-    order = iter(torch.randperm(num_blocks, generator=generator).tolist())
-    tables = torch.full((len(lengths), max(counts, default=0) + 2), 2**30, dtype=torch.int32)
-    prefix = [next(order) for _ in range(shared)]
-    for row, length in enumerate(lengths):
-        for i in range(counts[row]):
-            page = prefix[i] if i < shared else next(order)
-            held = min(block_size, length - i * block_size)
-            if i >= shared or cache[page, 0, 0, held - 1].isnan().any():
-                cache[page, :, :, :held] = scale * torch.randn(2, kv_heads, held, head_dim, generator=generator)
-            tables[row, i] = page
-    cache = cache.to(device, dtype)
-    return {
-        "k_cache": cache[:, 0],
-        "v_cache": cache[:, 1],
-        "block_tables": tables.to(device),
-        "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=device),
-    }
 
 
 def _case(

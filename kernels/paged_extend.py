@@ -31,7 +31,18 @@ import triton.language as tl
 
 from kernels.launch import fits, shared_limit
 from kernels.op import Case, Cost, Op
-from kernels.paged_attention import LOG2_E, Launch, check_paged, gather_pages, page_ids, paged_cache, pow2, soften, wide
+from kernels.paged_attention import Launch
+from kernels.paged_cache import (
+    LOG2_E,
+    check_paged,
+    check_pages,
+    gather_pages,
+    page_ids,
+    paged_cache,
+    pow2,
+    soften,
+    wide,
+)
 
 
 def paged_extend_reference(
@@ -274,13 +285,15 @@ def paged_extend(
     window: int | None = None,
     softcap: float | None = None,
     out: torch.Tensor | None = None,
+    debug: bool = False,
 ) -> torch.Tensor:
     """Attention of every sequence's new tokens over its pages. Shapes as in the module's docstring -> [tokens, heads,
     head_dim]; rows of q behind the last sequence's are not written.
 
     max_q: no sequence has more new tokens; it sets the rows of a tile. By default the number of tokens. The grid
     depends on shapes and max_q alone and nothing is read from the device, so it can be captured in a CUDA graph.
-    scale, window (each token sees itself and the window - 1 before it), softcap: as for paged_decode.
+    scale, window (each token sees itself and the window - 1 before it), softcap: and debug: as for
+    paged_decode.
 
     Raises ValueError for arguments that do not fit each other.
     """
@@ -297,6 +310,8 @@ def paged_extend(
     if max_q is not None and max_q < 0:
         raise ValueError(f"paged_extend: max_q must be None or at least 0, got {max_q}")
     max_q = tokens if max_q is None else min(max_q, tokens)
+    if debug:
+        check_pages("paged_extend", k_cache, block_tables, seq_lens)
     if not out.numel() or not seqs or not max_q:
         return out
     group = heads // kv_heads

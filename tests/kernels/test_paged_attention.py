@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels import paged_attention, paged_extend
-from kernels.paged_attention import LAUNCH, OP, Launch, decode_splits, decode_workspace, paged_cache, paged_decode
+from kernels.paged_attention import LAUNCH, OP, Launch, decode_splits, decode_workspace, paged_decode
+from kernels.paged_cache import paged_cache
 from kernels.paged_extend import OP as EXTEND
 from labkit.measure.compile import ARCHITECTURES, compile_kernel
 
@@ -444,3 +445,31 @@ def test_mixed_steps_on_the_gpu(news):
         got = EXTEND.triton(q, **inputs, max_q=max_q)
         assert (got.double() - exact).abs().max() <= 2 * rounding + 2e-3
         assert torch.equal(got, EXTEND.triton(q, **inputs, max_q=max_q))
+
+
+def _debug_inputs():
+    cache = torch.zeros(4, 1, 16, 64)
+    table = torch.tensor([[1, 2], [3, 99]], dtype=torch.int32)
+    return {"k_cache": cache, "v_cache": cache, "block_tables": table}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([32, 17], r"block_tables\[1\] must hold ids from 0 to 3, got 99"),
+        ([33, 1], r"seq_lens\[0\] must be from 0 to 2 blocks x 16 = 32, got 33"),
+        ([-1, 1], r"seq_lens\[0\] must be from 0 to 2 blocks x 16 = 32, got -1"),
+    ],
+)
+def test_debug_mode_refuses_what_reads_foreign_memory(lengths, message):
+    inputs = _debug_inputs() | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
+    q = torch.zeros(2, 1, 64)
+    with pytest.raises(ValueError, match="paged_decode: " + message):
+        paged_decode(q, **inputs, debug=True)
+    with pytest.raises(ValueError, match="paged_extend: " + message):
+        paged_extend.paged_extend(q, **inputs, cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32), debug=True)
+
+
+def test_debug_mode_lets_ids_past_a_sequence_s_end_be():
+    inputs = _debug_inputs() | {"seq_lens": torch.tensor([32, 16], dtype=torch.int32)}
+    assert paged_decode(torch.zeros(2, 1, 64), **inputs, debug=True).shape == (2, 1, 64)
