@@ -217,8 +217,14 @@ def use(exercise_id: str, fn: Callable) -> Callable:
 
 
 def solution(exercise_id: str) -> None:
-    """Print the worked answer."""
+    """Print the worked answer, after the kernels and helpers of its own module that it uses."""
+    answer = inspect.unwrap(find(exercise_id).answer)
+    named = (answer.__globals__.get(name) for name in answer.__code__.co_names)
+    parts = [inspect.unwrap(getattr(value, "fn", value)) for value in named if callable(value)]
+    own = [
+        part for part in parts if getattr(part, "__module__", None) == answer.__module__ and inspect.isfunction(part)
+    ]
     try:
-        print(inspect.getsource(inspect.unwrap(getattr(find(exercise_id).answer, "fn", find(exercise_id).answer))))
+        print("\n\n".join(inspect.getsource(part) for part in [*own, answer]))
     except OSError as error:
         raise LabError(f"The source of exercise {exercise_id}'s answer cannot be read: {error}.") from error

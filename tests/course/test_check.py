@@ -133,6 +133,14 @@ def test_an_unknown_exercise_is_named(id):
         check(id, double)
 
 
+def test_a_solution_shows_its_kernel_too(capsys):
+    solution("03.2")
+    out = capsys.readouterr().out
+    assert "@triton.jit\ndef rms_norm_row_kernel" in out and out.index("rms_norm_row_kernel") < out.index(
+        "def rms_norm_rows"
+    )
+
+
 def test_a_solution_can_be_read(capsys):
     solution("01.2")
     assert inspect.getsource(find("01.2").answer) in capsys.readouterr().out
