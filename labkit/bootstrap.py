@@ -67,6 +67,14 @@ def pins(extra: str) -> str:
     return hashlib.sha256(files + extra.encode() + sys.version.encode()).hexdigest()
 
 
+def made_by() -> str:
+    """The Python, as "3.12", that ``.venv`` was made with; "" if that cannot be read."""
+    try:
+        return re.search(r"^version(?:_info)? = (\d+\.\d+)", (VENV / "pyvenv.cfg").read_text(), re.M)[1]
+    except (OSError, TypeError):
+        return ""
+
+
 def torch_pin() -> str:
     text = (ROOT / "constraints.txt").read_text()
     return re.search(r"^torch==\S+", text, re.M)[0]
@@ -94,7 +102,7 @@ def explain(stderr: str) -> str:
     if re.search(r"No matching distribution|Could not find a version", stderr):
         return (
             "a pinned package is not offered to this pip: "
-            "check the network, the index settings and the Python version (3.11 to 3.13)."
+            "check the network, pip's index settings and the Python version."
         )
     last = [line for line in stderr.strip().splitlines() if line.strip()]
     return f"an installation step failed ({last[-1].strip() if last else 'no message'})."
@@ -106,11 +114,13 @@ def install(extra: str = "test") -> None:
         return
     check_venv_module()
     check_disk(ROOT, NEEDS_GB_CUDA if shutil.which("nvidia-smi") else NEEDS_GB)
-    if not PYTHON.exists() or subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True).returncode:
+    resumed = PYTHON.exists() and made_by() == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if not resumed or subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True).returncode:
         print("labkit setup: making .venv")
         shutil.rmtree(VENV, ignore_errors=True)
         run(sys.executable, "-m", "venv", str(VENV))
     pip = (str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-c", "constraints.txt")
+    pip += ("-q",) if resumed else ()  # what is there already would be listed line by line
     # torch by its pin alone comes first: pip then takes a CPU build where its index or links offer one,
     # and no other package's range pulls in another build.
     print(f"labkit setup: 1/3 {torch_pin()} (the largest download)")
@@ -129,6 +139,8 @@ def model() -> None:
 
 def free_port(wanted: str | None) -> int:
     """``wanted`` if it is free, else the first free one from 8888. One that was asked for and is taken is refused."""
+    if wanted and not (wanted.isdigit() and 1 <= int(wanted) <= 65535):
+        raise Missing(f"PORT is {wanted!r}; it must be a number from 1 to 65535.")
     first = int(wanted or 8888)
     for port in range(first, first + 1 if wanted else first + 50):
         with socket.socket() as probe:

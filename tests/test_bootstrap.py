@@ -76,6 +76,29 @@ def test_a_port_that_was_asked_for_and_is_taken_is_refused(capsys):
     assert bootstrap.free_port(str(port)) == port
 
 
+@pytest.mark.parametrize("port", ["abc", "-1", "99999", "0", "80.5"])
+def test_a_port_that_is_none_is_named(port, capsys):
+    refused(bootstrap.free_port, port)
+    assert f"PORT is {port!r}; it must be a number from 1 to 65535" in capsys.readouterr().err
+
+
+def test_targets_that_need_the_environment_say_so(tmp_path):
+    for name in ("Makefile", "labkit"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for target in ("doctor", "lint", "gpu-test"):
+        done = subprocess.run(["make", target], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode and "run make setup first" in done.stdout, done
+    done = subprocess.run(["make", "setup", "PYTHON=python2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and "Python 3.11 or newer is needed" in done.stdout
+
+
+def test_an_environment_of_another_python_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path)
+    assert bootstrap.made_by() == ""
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.12.4\n")
+    assert bootstrap.made_by() == "3.12"
+
+
 def pinned(lines):
     return {m[1].lower(): m[2] for line in lines if (m := re.match(r"([\w.-]+)==(\S+)", line.strip()))}
 

@@ -6,16 +6,18 @@ import contextlib
 import inspect
 import math
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
 from labkit.course import progress
 from labkit.course.exercise import Exercise, Todo, find
-from labkit.course.predict import number
+from labkit.course.predict import number, rounded
 from labkit.errors import LabError
 
 _passed: dict[str, Callable] = {}  # exercise id -> the very function that passed in this session
@@ -66,8 +68,9 @@ def judge(exercise: Exercise, fn: Callable) -> Report:
     for trial in exercise.trials:
         want = exercise.answer(**trial.make())
         inputs = trial.make()
+        given = trial.make()
         try:
-            with _time_limit(exercise.time_limit_s):
+            with _time_limit(exercise.time_limit_s, fn):
                 got = fn(**inputs)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()  # a kernel's error belongs to the function that launched it
@@ -79,11 +82,11 @@ def judge(exercise: Exercise, fn: Callable) -> Report:
                 "look for a loop that never ends"
             )
             return Report(id, False, True, lines=tuple(lines))
-        except Exception as error:  # the learner's code may raise anything
+        except (Exception, SystemExit) as error:  # the learner's code may raise anything
             lines.append(f"{id}  {trial.name}: raised {_where(error, fn)}")
             failed += 1
             continue
-        problem = difference(got, want, exercise.tolerance)
+        problem = difference(got, want, exercise.tolerance) or _changed(inputs, given, exercise.in_place)
         if problem:
             failed += 1
             lines.append(f"{id}  {trial.name}: {problem}")
@@ -98,15 +101,19 @@ def difference(got, want, tolerance: float) -> str:
     if isinstance(want, torch.Tensor):
         return _tensor_difference(got, want, tolerance)
     if isinstance(want, bool | str) or want is None:
-        return "" if type(got) is type(want) and got == want else f"got {_short(got)}, expected {want!r}"
+        same = type(got) is type(want) and got == want
+        return "" if same else f"got {_short(got)}, expected {want!r}"
     if isinstance(want, int | float):
         if isinstance(got, torch.Tensor) and got.numel() == 1 and isinstance(want, float):
             got = got.item()
-        if isinstance(got, bool) or not isinstance(got, int | float):
+        kind = Integral if isinstance(want, int) else Real
+        if isinstance(got, bool) or not isinstance(got, kind):
             return f"returned {_kind(got)}, expected {'an int' if isinstance(want, int) else 'a number'}"
+        if isinstance(got, Integral) and abs(got) > 1e300:
+            return f"got {number(got)}, expected {number(want)}"
         if math.isnan(got):
             return "returned NaN, expected a finite number"
-        return "" if abs(got - want) <= tolerance * abs(want) else f"got {number(got)}, expected {number(want)}"
+        return "" if abs(got - want) <= tolerance * abs(want) else _apart(got, want)
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
             return f"returned {_short(got)}, expected a dict with the keys {sorted(want)}"
@@ -117,6 +124,22 @@ def difference(got, want, tolerance: float) -> str:
         pairs = enumerate(zip(got, want, strict=True))
         return next((f"value {i}: {d}" for i, (g, w) in pairs if (d := difference(g, w, tolerance))), "")
     raise TypeError(f"an exercise's answer of type {type(want).__name__} cannot be compared")
+
+
+def _apart(got, want, says: str = "got") -> str:
+    """Both numbers, with as many digits as it takes to tell them apart."""
+    if isinstance(want, int):
+        return f"{says} {got}, expected {want}"
+    digits = next((d for d in range(3, 17) if rounded(got, d) != rounded(want, d)), 17)
+    return f"{says} {rounded(got, digits)}, expected {rounded(want, digits)}"
+
+
+def _changed(inputs: dict, given: dict, in_place: tuple[str, ...]) -> str:
+    """Which argument the function changed although it may not; "" if none. Lists and tensors are looked at."""
+    for name, before in given.items():
+        if name not in in_place and isinstance(before, list | torch.Tensor) and difference(inputs[name], before, 0.0):
+            return f"changed its argument {name}; work on a copy"
+    return ""
 
 
 def _tensor_difference(got, want: torch.Tensor, tolerance: float) -> str:
@@ -140,7 +163,7 @@ def _tensor_difference(got, want: torch.Tensor, tolerance: float) -> str:
     if worst <= tolerance * scale:
         return ""
     index = tuple(int(i) for i in torch.unravel_index(unequal.argmax(), unequal.shape))
-    return f"value {list(index)} is {number(g[index].item())}, expected {number(w[index].item())}"
+    return _apart(g[index].item(), w[index].item(), f"value {list(index)} is")
 
 
 def _signature_problem(exercise: Exercise, fn) -> str:
@@ -160,21 +183,40 @@ def _signature_problem(exercise: Exercise, fn) -> str:
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: float):
-    """Raise _Overtime in the body after ``seconds``. Needs the main thread, where notebooks run; elsewhere no limit."""
+def _time_limit(seconds: float, fn):
+    """Raise _Overtime in the body after ``seconds``. Needs the main thread, where notebooks run; elsewhere no limit.
+
+    A bare ``except:`` in a loop swallows what a signal raises. So the next line of the learner's file raises too, and
+    that is the first line of the handler.
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
-    def stop(*_):
+    own = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
+
+    def trace(frame, event, _):
+        # a line of the handler, not the exception that leads there: what is raised in a handler leaves the try
+        if event == "line" and frame.f_code.co_filename == own:
+            raise _Overtime
+        return trace
+
+    def stop(_, frame):
+        sys.settrace(trace)
+        while frame is not None:
+            if frame.f_code.co_filename == own:
+                frame.f_trace = trace
+            frame = frame.f_back
         raise _Overtime
 
+    tracing = sys.gettrace()
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, should the first one be swallowed
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.settrace(tracing)
         signal.signal(signal.SIGALRM, before)
 
 
@@ -188,7 +230,7 @@ def _fits(hint, inputs, got, want) -> bool:
 def _where(error: Exception, fn) -> str:
     code = getattr(inspect.unwrap(fn), "__code__", None)
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if code and f.filename == code.co_filename]
-    text = str(error).strip().split("\n")[0]
+    text = _said(error, str).strip().split("\n")[0]
     place = f", line {lines[-1] - code.co_firstlineno + 1} of your function" if lines else ""
     return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
 
@@ -201,8 +243,16 @@ def _kind(value) -> str:
     return "nothing (is a return missing?)" if value is None else f"a {type(value).__name__}"
 
 
+def _said(value, how) -> str:
+    """str or repr of something the learner made, which may itself raise."""
+    try:
+        return how(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
 def _short(value) -> str:
-    text = repr(value)
+    text = _said(value, repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

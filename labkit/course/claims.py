@@ -31,11 +31,10 @@ def claim(claim_id: str, holds: bool | None, evidence: str) -> None:
     row = claims().get(claim_id)
     if row is None:
         raise LabError(f"There is no claim {claim_id!r}; they are named like S0-01 and S1-150, see claims.json.")
-    if holds is not None:
-        if not hasattr(holds, "__bool__"):
-            raise LabError(f"Claim {claim_id}: holds must be True, False or None, got {type(holds).__name__}.")
-        holds = bool(holds)
-    if not evidence.strip():
+    if holds is not None and type(holds).__name__ not in ("bool", "bool_"):  # numpy has a bool of its own
+        raise LabError(f"Claim {claim_id}: holds must be True, False or None, got a {type(holds).__name__}.")
+    holds = None if holds is None else bool(holds)
+    if not isinstance(evidence, str) or not evidence.strip():
         raise LabError(f"Claim {claim_id}: a verdict needs its evidence in words and numbers.")
     verdict = VERDICTS[holds]
     _decided[claim_id] = (verdict, evidence)

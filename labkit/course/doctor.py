@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from labkit.errors import LabError
+from labkit.hardware import recorded_gpu
 from labkit.hardware.host import Machine
 
 MODEL = "smollm2-135m"
@@ -70,6 +72,8 @@ def _tier(machine: Machine) -> str:
 def _safely(name: str, check: Callable, machine: Machine, full: bool) -> Line:
     try:
         status, finding, todo = (*check(machine, full), "")[:3]
+    except LabError as error:  # a setting that the learner can put right; the message says how
+        return Line(name, "missing", str(error))
     except Exception as error:  # a broken installation is what the doctor is for
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return Line(
@@ -134,6 +138,19 @@ def _kernels(machine: Machine, full: bool):
 
 
 def _gpu(machine: Machine, full: bool):
+    tier = os.environ.get("LABKIT_TIER", "")
+    if tier not in ("", "live", "recorded"):
+        return "missing", f"LABKIT_TIER is {tier!r}", "Unset LABKIT_TIER, or set it to live or recorded."
+    usable, *found = _gpu_found(machine)
+    if tier == "live" and not usable:
+        here = "none is here" if found[0] == "ok" else found[1]
+        todo = "Unset LABKIT_TIER, and measurements are replayed."
+        return "missing", f"LABKIT_TIER=live asks for a GPU, but {here}", " ".join([todo, *found[2:]])
+    return found
+
+
+def _gpu_found(machine: Machine):
+    """Whether torch can use a GPU, then status, finding and what to do."""
     gpu = machine.gpu
     name = gpu.ask("nvmlDeviceGetName")
     try:
@@ -142,26 +159,29 @@ def _gpu(machine: Machine, full: bool):
         usable, cuda = False, None
     forced = " (LABKIT_TIER=recorded is set: it stays unused)" if os.environ.get("LABKIT_TIER") == "recorded" else ""
     if name and usable:
-        return "ok", f"{name}{forced}"
+        return usable, "ok", f"{name}{forced}"
     if name and not cuda:
         return (
+            usable,
             "warn",
             f"{name} is here, but torch is a CPU build",
             "Install a CUDA build of torch to measure on this GPU.",
         )
     if name:
         return (
+            usable,
             "warn",
             f"{name} is here, but torch cannot use it",
             "Compare the driver below; check CUDA_VISIBLE_DEVICES.",
         )
     if usable:
         return (
+            usable,
             "warn",
             f"torch sees a GPU, NVML does not: {gpu.problem}{forced}",
             "Without NVML there are no clocks and no power.",
         )
-    return "ok", "none, and none is needed: kernels run in Triton's interpreter, measurements are replayed"
+    return usable, "ok", "none, and none is needed: kernels run in Triton's interpreter, measurements are replayed"
 
 
 def _driver(machine: Machine, full: bool):
@@ -197,11 +217,14 @@ def _gpu_memory(machine: Machine, full: bool):
 
 def _disk(machine: Machine, full: bool):
     folder = machine.home
+    todo = "Set LABKIT_HOME to a folder of yours."
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        return "missing", f"{folder} is not a writable folder: {there} is a file", todo
+    if not (os.access(there, os.W_OK) and os.access(there, os.X_OK)):
+        return "missing", f"{folder} is not a writable folder: this user may not write in {there}", todo
     free = machine.free_disk_bytes(folder) / GIB
     text = f"{free:.1f} GiB free at {folder}"
-    parent = next(p for p in (folder, *folder.parents) if p.exists())
-    if not os.access(parent, os.W_OK):
-        return "missing", f"{folder} cannot be written", "Set LABKIT_HOME to a folder of yours."
     if free < DISK_NEEDED_GIB:
         return "warn", f"{text}; {DISK_NEEDED_GIB:.0f} is needed", "Make room, or set LABKIT_HOME to another disk."
     return "ok", text
@@ -270,6 +293,7 @@ def _recordings(machine: Machine, full: bool):
             "none: nothing can be replayed",
             "Get the course's folder again, or `labkit record` on a GPU.",
         )
+    recorded_gpu(machine.recordings)  # $LABKIT_RECORDED_GPU may name one that is not among them
     good, bad = [], []
     for file in files:
         try:

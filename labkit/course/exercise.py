@@ -39,7 +39,10 @@ class Hint:
 
 @dataclass(frozen=True)
 class Exercise:
-    """``tolerance`` is relative: |got - want| <= tolerance * |want| for numbers and for each tensor's largest value."""
+    """``tolerance`` is relative: |got - want| <= tolerance * |want| for numbers and for each tensor's largest value.
+
+    ``in_place``: the arguments the function is meant to change; lists and tensors among the others must stay.
+    """
 
     id: str
     title: str
@@ -48,6 +51,7 @@ class Exercise:
     hints: tuple[Hint, ...] = ()
     tolerance: float = 1e-6
     time_limit_s: float = 20.0
+    in_place: tuple[str, ...] = ()
     parameters: tuple[str, ...] = field(default=())
 
     def __post_init__(self):

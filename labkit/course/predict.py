@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from labkit.course import progress
 from labkit.errors import LabError
@@ -31,9 +32,18 @@ class Guess:
 
 def number(value: float) -> str:
     """Three significant digits, with thin groups for large numbers: 0.0123, 4.55, 302, 114 441."""
+    return rounded(value, 3)
+
+
+def rounded(value: float, significant: int) -> str:
+    """``value`` with so many significant digits, never cutting digits before the point."""
+    try:
+        value = float(value)
+    except OverflowError:  # a whole number beyond 1e308
+        return f"about 10^{len(str(abs(value))) - 1}"
     if value == 0 or not math.isfinite(value):
-        return str(value)
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+        return f"{value:g}"
+    digits = max(0, significant - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{digits}f}".replace(",", " ")
 
 
@@ -45,7 +55,7 @@ def predict(id: str, value: float | None = None, unit: str = "") -> Guess:
     if value is None:
         print(f"{id}  no prediction yet: put a number in place of None" + (f" ({unit})" if unit else ""))
         return Guess(id, None, unit)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if not _is_guess(value):
         needs = f"a number of at least 0{f' in {unit}' if unit else ''}, or None"
         raise LabError(f"Prediction {id}: got {value!r}, needs {needs}.")
     progress.keep("predictions", id, {"value": value, "unit": unit})
@@ -53,26 +63,37 @@ def predict(id: str, value: float | None = None, unit: str = "") -> Guess:
     return Guess(id, float(value), unit)
 
 
+def _is_guess(value) -> bool:
+    """A real number that is finite as a float, and not negative."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and 0 <= float(value) < math.inf
+    except OverflowError:
+        return False
+
+
 def score(guess: Guess, measurement, what: str = "measured") -> None:
     """Print guess and measurement side by side and keep the ratio measured / guessed.
 
     ``measurement``: a Measurement (the guess's unit chooses the quantity), a Reading, or a number in the guess's unit.
     """
+    if not isinstance(guess, Guess):
+        raise LabError(f"score() needs what predict() returned, got {type(guess).__name__}.")
     value = _in_unit(measurement, guess)
     if guess.value is None:
         print(f"{guess.id}  {what} {number(value)} {guess.unit}; no prediction to set beside it".replace(" ;", ";"))
         return
     ratio = value / guess.value if guess.value else math.inf
-    off = max(ratio, 1 / ratio) if ratio else math.inf
+    off = max(ratio, 1 / ratio) if ratio > 0 else math.inf  # of another sign, or nothing: far off
     verdict = "close" if off <= 1.25 else "right order" if off <= 3 else "far off: find out why"
     print(
         f"{guess.id}  you {number(guess.value)}, {what} {number(value)} {guess.unit}: ratio {number(ratio)}, {verdict}"
     )
-    progress.keep("scores", guess.id, {"guess": guess.value, "measured": value, "unit": guess.unit, "ratio": ratio})
+    kept = {"guess": guess.value, "measured": value, "unit": guess.unit}
+    progress.keep("scores", guess.id, kept | {"ratio": ratio if math.isfinite(ratio) else None})
 
 
 def _in_unit(measurement, guess: Guess) -> float:
-    if isinstance(measurement, int | float):
+    if isinstance(measurement, Real) and math.isfinite(measurement):
         return float(measurement)
     if hasattr(measurement, "us"):
         if guess.unit not in _UNITS:

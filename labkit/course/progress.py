@@ -1,8 +1,8 @@
 """What a learner has predicted, measured, solved and judged, kept in one JSON file.
 
-The file is ``$LABKIT_HOME/progress/<learner>.json``; ``$LABKIT_LEARNER`` names the learner where several share an
-account. It is replaced whole under a lock, so two notebooks can write at once and a crash leaves the old file. A file
-that cannot be read is set aside under another name, never overwritten.
+The file is ``$LABKIT_HOME/progress/<learner>.json`` (``$LABKIT_PROGRESS`` names another folder); ``$LABKIT_LEARNER``
+names the learner where several share an account. It is replaced whole under a lock, so two notebooks can write at once
+and a crash leaves the old file. A file that cannot be read is set aside under another name, never overwritten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def learner() -> str:
 
 
 def progress_file() -> Path:
-    return home() / "progress" / f"{learner()}.json"
+    folder = os.environ.get("LABKIT_PROGRESS")
+    return (Path(folder) if folder else home() / "progress") / f"{learner()}.json"
 
 
 def load() -> dict[str, dict]:
@@ -44,14 +45,14 @@ def load() -> dict[str, dict]:
             raise ValueError("it does not hold predictions, scores, checks and claims")
     except FileNotFoundError:
         data = {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         aside = path.with_name(f"{path.stem}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json")
         os.replace(path, aside)
         print(
             f"The progress file {path.name} could not be read ({error}). It is kept as {aside.name}; a new one begins."
         )
         data = {}
-    return {section: data.get(section, {}) for section in SECTIONS}
+    return data | {section: data.get(section, {}) for section in SECTIONS}  # what else is there stays
 
 
 def keep(section: str, key: str, entry: dict) -> None:

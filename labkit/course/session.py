@@ -6,6 +6,7 @@ import os
 import random
 import sys
 
+from labkit.errors import LabError
 from labkit.hardware.tier import is_live
 
 
@@ -13,7 +14,7 @@ def setup(seed: int = 0) -> None:
     """Choose the tier, print it, and seed Python, numpy and torch with ``seed``.
 
     Without a GPU, Triton's interpreter is switched on. That must come before any kernel is imported, because
-    ``triton.jit`` decides when it decorates; if it is too late, the line says to restart.
+    ``triton.jit`` decides when it decorates. Raises LabError if it is too late.
     """
     import numpy as np
     import torch
@@ -30,8 +31,10 @@ def setup(seed: int = 0) -> None:
         return
     late = [m for m in sys.modules if m.startswith("kernels.") and m != "kernels.op"]
     if late and os.environ.get("TRITON_INTERPRET") != "1":
-        print("tier: recorded, but kernels were imported before lab.setup(): restart and run this cell first")
-        return
+        raise LabError(
+            f"{late[0]} was imported before lab.setup(), so its kernels are not made for the interpreter: "
+            "restart the notebook's kernel and run lab.setup() first."
+        )
     os.environ["TRITON_INTERPRET"] = "1"
     from labkit.measure import recorded_gpu
 

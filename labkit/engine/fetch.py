@@ -22,7 +22,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from labkit.errors import LabError
-from labkit.paths import home
+from labkit.paths import home, unwritable
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ def fetch_model(name: str, progress: Callable[[str], None] | None = print) -> Pa
 
     A file that is there is checked by size only; ``verify_model`` also reads it for its hash. ``progress`` gets one
     line before and after a download and nothing otherwise. Raises LabError for an unknown name, an altered file, no
-    network, no disk space, or a download that is not the known file.
+    network, no disk space, a folder that cannot be written, or a download that is not the known file.
     """
     model = _lookup(name)
     path = home() / "models" / model.file
-    if path.exists():
+    if os.path.exists(path):  # False, where Path.exists would raise, in a folder that cannot be read
         _check_size(path, model)
         return path
     with one_at_a_time(path):
@@ -92,11 +94,25 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def one_at_a_time(path: Path):
-    """Hold the lock that belongs to ``path``, which is about to be made. Makes the folder it will lie in."""
+    """Hold the lock that belongs to ``path``, which is about to be made. Makes the folder it will lie in.
+
+    Raises LabError if that folder cannot be made or written, or its disk is full before or during what is done inside.
+    """
     with explain_full_disk(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock")):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(path.parent, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            lock = FileLock(path.with_name(f".{path.name}.lock"))
+            lock.acquire()
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise unwritable(path.parent, error) from error
+        try:
             yield
+        finally:
+            lock.release()
 
 
 @contextmanager
@@ -118,7 +134,7 @@ def explain_full_disk(folder: Path):
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise LabError(_full_disk(folder)) from error
 

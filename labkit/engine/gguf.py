@@ -2,7 +2,8 @@
 
 The ``gguf`` package reads the container and dequantises its blocks. What is left to do: translate names and settings,
 undo the row order that llama.cpp gives q and k in Llama files, rebuild the tokenizer, and refuse every file that would
-come out wrong. The folder is written under a temporary name and renamed when it is complete.
+come out wrong. The folder is written under a temporary name and renamed when it is complete. A manifest in it tells a
+whole copy from a damaged one, which is made again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from labkit.errors import LabError
 from labkit.paths import home
 
 FORMAT = 1  # raise it when the written folder changes, so that older ones are made again
+MANIFEST = "manifest.json"  # {file: [size in bytes, SHA-256 of its first BEGINNING_BYTES]}
+BEGINNING_BYTES = 16 << 20
 SHARD_BYTES = 2 << 30  # a shard is held in memory while it is written
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp files Mistral under "llama"
 
@@ -57,8 +60,10 @@ def converted_folder(path: Path, progress: Callable[[str], None] | None = print)
     """The Hugging Face folder that belongs to a GGUF file, made first if it is not there.
 
     It lies in ``$LABKIT_HOME/converted`` and its name carries the file's identity: the known SHA-256 of a built-in
-    file, else its size and modification time. A built-in file is hashed before it is converted.
-    Raises LabError if the file is missing, truncated, damaged, altered, or of a kind this engine does not run.
+    file, else its size and modification time. A built-in file is hashed before it is converted. A folder that is not
+    whole any more (see ``_damage``) is made again, and ``progress`` says so.
+    Raises LabError if the file is missing, truncated, damaged, altered, or of a kind this engine does not run, or if
+    the folder cannot be written.
     """
     path = Path(path).resolve()
     if not path.is_file():
@@ -67,12 +72,38 @@ def converted_folder(path: Path, progress: Callable[[str], None] | None = print)
     known = next((m for m in BUILTIN.values() if path == (home() / "models" / m.file).resolve()), None)
     identity = known.sha256 if known else hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     folder = home() / "converted" / f"{path.stem}-{identity[:12]}.v{FORMAT}"
-    if folder.is_dir():
+    if _damage(folder) is None:
         return folder
     with one_at_a_time(folder):
-        if not folder.is_dir():  # another process may have made it while this one waited
-            _convert(path, folder, known.sha256 if known else None, progress or (lambda line: None))
+        if damage := _damage(folder):  # another process may have made it while this one waited
+            say = progress or (lambda line: None)
+            if folder.exists():
+                say(f"the converted copy {folder.name} is not whole ({damage}), so it is made again")
+            _convert(path, folder, known.sha256 if known else None, say)
     return folder
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a converted folder, or None if it is whole: every file has the size and the beginning that
+    the manifest tells. The beginnings hold all settings, the vocabulary and the tables of the weights; reading them
+    takes milliseconds, and reading the weights in full would take longer than loading them."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, (size, sha256) in manifest.items():
+            if (folder / name).stat().st_size != size:
+                return f"{name} has {(folder / name).stat().st_size} bytes, expected {size}"
+            if _sha256_of_beginning(folder / name) != sha256:
+                return f"{name} was altered"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"it cannot be read: {error}"
+    return None
+
+
+def _sha256_of_beginning(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(BEGINNING_BYTES)).hexdigest()
 
 
 def _convert(path: Path, folder: Path, sha256: str | None, progress: Callable[[str], None]) -> None:
@@ -88,6 +119,10 @@ def _convert(path: Path, folder: Path, sha256: str | None, progress: Callable[[s
         _write_tokenizer(reader, part, path)
         (part / "config.json").write_text(json.dumps(config.to_hf(), indent=2), encoding="utf-8")
         _write_shards(_tensors(reader, config, path), part)
+        manifest = {p.name: [p.stat().st_size, _sha256_of_beginning(p)] for p in sorted(part.iterdir())}
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        if folder.exists():  # a damaged copy goes where the temporary folder goes
+            os.replace(folder, temporary / "damaged")
         os.replace(part, folder)
 
 

@@ -30,8 +30,8 @@ def load(
     """(model, tokenizer) from a built-in name, a GGUF file, a Hugging Face folder, or a ModelConfig.
 
     A ModelConfig gets random weights from ``seed`` and no tokenizer. ``progress`` gets a line when something slow
-    starts: a download, a conversion. Raises LabError for a source that is none of these, an unknown dtype, or a device
-    that is not there, and whatever reading the source raises.
+    starts: a download, a conversion. Raises LabError for a source that is none of these or is damaged, an unknown
+    dtype, or a device that is not there. The converted copy of a GGUF file is made again if it is damaged.
     """
     dtype, device = _dtype(dtype), _device(device)
     if isinstance(source, ModelConfig):
@@ -48,21 +48,29 @@ def load(
 def read_config(folder: Path) -> ModelConfig:
     """The shape in ``folder``'s config.json. Where a generation_config.json lists end tokens, those hold: chat models
     end a turn with a token that config.json may not name."""
-    path = folder / "config.json"
     try:
-        config = ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
-        extra = path.with_name("generation_config.json")
-        eos = json.loads(extra.read_text(encoding="utf-8")).get("eos_token_id") if extra.exists() else None
+        config = ModelConfig.from_hf(_read_json(folder / "config.json"))
+        extra = folder / "generation_config.json"
+        eos = _read_json(extra).get("eos_token_id") if extra.exists() else None
+        if eos is not None:
+            config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
     except FileNotFoundError as error:
         raise LabError(f"{folder} has no config.json, so it is no Hugging Face model folder") from error
-    except json.JSONDecodeError as error:
-        raise LabError(f"a JSON file of {folder} cannot be read ({error}); it may be incomplete") from error
-    if eos is not None:
-        config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+    except (TypeError, AttributeError) as error:
+        raise LabError(f"a JSON file of {folder} holds a value of the wrong kind ({error})") from error
     return config
 
 
+def _read_json(path: Path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise LabError(f"{path} cannot be read as JSON ({error}); it may be incomplete: get it again") from error
+
+
 def _folder(source: str | Path, progress) -> Path:
+    if not isinstance(source, str | Path):
+        raise LabError(f"load takes a model's name, a path or a ModelConfig, got {source!r}")
     if source in BUILTIN:
         return converted_folder(fetch_model(source, progress), progress)
     path = Path(source).expanduser()
@@ -86,7 +94,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _device(device: str | torch.device) -> torch.device:
     try:
         device = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise LabError(f"{device!r} is no device; use 'cpu', 'cuda' or 'cuda:N'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LabError("device 'cuda' was asked for and torch finds no CUDA GPU; use device='cpu'")

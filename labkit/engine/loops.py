@@ -33,8 +33,17 @@ class Generation:
         return len(later) / sum(later) if later else float("nan")
 
 
-def check_request(config: ModelConfig, ids: Sequence[int], max_tokens: int) -> None:
-    """Raise LabError, with the arithmetic, unless the model can take ``ids`` and then make ``max_tokens`` more."""
+def check_request(config: ModelConfig, ids: Sequence[int] | torch.Tensor, max_tokens: int) -> list[int]:
+    """The prompt as a list. ids: whole numbers, in a sequence or in a tensor or array of one dimension.
+
+    Raises LabError, with the arithmetic, unless the model can take ``ids`` and then make ``max_tokens`` more.
+    """
+    if hasattr(ids, "tolist"):  # a tensor or an array
+        if getattr(ids, "ndim", 1) != 1:
+            raise LabError(f"the prompt must have one dimension, got shape {list(ids.shape)}; give one row of it")
+        ids = ids.tolist()
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise LabError(f"the prompt must be a list of ints, such as tokenizer.encode(text) gives, got {ids!r:.60}")
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise LabError(f"max_tokens must be a whole number of at least 1, got {max_tokens!r}")
     if len(ids) == 0:
@@ -48,11 +57,12 @@ def check_request(config: ModelConfig, ids: Sequence[int], max_tokens: int) -> N
             f"{len(ids)} prompt tokens + {max_tokens} new ones = {total}, and the model has {config.max_positions} "
             f"positions; shorten the prompt or lower max_tokens by {total - config.max_positions}"
         )
+    return list(ids)
 
 
 def generate_recompute(
     model: Model,
-    ids: Sequence[int],
+    ids: Sequence[int] | torch.Tensor,
     max_tokens: int,
     ignore_eos: bool = False,
     on_token: Callable[[int], object] | None = None,
@@ -61,7 +71,7 @@ def generate_recompute(
 
     on_token is called with each token; its time is not counted. Raises LabError as ``check_request`` does.
     """
-    check_request(model.config, ids, max_tokens)
+    ids = check_request(model.config, ids, max_tokens)
     sequence = torch.empty(len(ids) + max_tokens, dtype=torch.int64, device=model.device)
     sequence[: len(ids)] = torch.tensor(ids)
     positions = torch.arange(len(sequence), device=model.device)
@@ -79,7 +89,7 @@ def generate_recompute(
 
 def generate_cached(
     model: Model,
-    ids: Sequence[int],
+    ids: Sequence[int] | torch.Tensor,
     max_tokens: int,
     ignore_eos: bool = False,
     on_token: Callable[[int], object] | None = None,
@@ -88,7 +98,7 @@ def generate_cached(
 
     on_token is called with each token; its time is not counted. Raises LabError as ``check_request`` does.
     """
-    check_request(model.config, ids, max_tokens)
+    ids = check_request(model.config, ids, max_tokens)
     total = len(ids) + max_tokens - 1  # the last token is never fed back, so it needs no slot
     cache = model.new_cache(batch=1, max_len=total)
     positions = torch.arange(total, device=model.device)

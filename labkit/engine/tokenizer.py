@@ -70,7 +70,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, and the chat template from chat_template.jinja or tokenizer_config.json."""
+        """Read tokenizer.json, and the chat template from chat_template.jinja or tokenizer_config.json.
+
+        Raises LabError naming the file that is missing or cannot be read.
+        """
         path = Path(folder) / "tokenizer.json"
         if not path.exists():
             raise LabError(f"{folder} has no tokenizer.json; save the model with its fast tokenizer")
@@ -81,12 +84,20 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         config_path, template_path = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
-        template = template_path.read_text(encoding="utf-8") if template_path.exists() else config.get("chat_template")
-        if isinstance(template, list):  # several named templates; the one for plain chat is called "default"
-            template = next((t["template"] for t in template if t.get("name") == "default"), None)
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        special = {n: t["content"] if isinstance(t, dict) else t for n in names if (t := config.get(n)) is not None}
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+            template = config.get("chat_template")
+            if isinstance(template, list):  # several named templates; the one for plain chat is called "default"
+                template = next((t["template"] for t in template if t.get("name") == "default"), None)
+            names = ("bos_token", "eos_token", "unk_token", "pad_token")
+            special = {n: t["content"] if isinstance(t, dict) else t for n in names if (t := config.get(n)) is not None}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LabError(f"{config_path} is no readable tokenizer configuration ({error!r}); get it again") from error
+        if template_path.exists():
+            try:
+                template = template_path.read_text(encoding="utf-8")
+            except ValueError as error:
+                raise LabError(f"{template_path} is no readable text ({error}); get it again") from error
         return cls(backend, template, special)
 
     @property
@@ -98,6 +109,8 @@ class Tokenizer:
 
         allow_special: read "<|im_end|>" and its like as the special tokens they name, as transformers does. False
         reads them as ordinary text, which is the safe way to encode what a stranger wrote.
+        A byte that the vocabulary has no token for is left out, unless there is an unknown token to stand for it. The
+        embedded model has none for six control characters, among them U+0004, so "\\x04" gives [].
         """
         if not isinstance(text, str):
             raise LabError(f"encode takes a string, got {type(text).__name__}")

@@ -41,9 +41,15 @@ def recorded_gpu(folder: Path | None = None) -> str:
     if not wanted:
         return DEFAULT_RECORDED_GPU
     folder = folder or RECORDINGS
-    name = catalogue.find(wanted).name
+    have = ", ".join(sorted(path.stem for path in folder.glob("*.json"))) or "none"
+    try:
+        name = catalogue.find(wanted).name
+    except LabError as error:
+        raise LabError(
+            f"LABKIT_RECORDED_GPU is {wanted!r}, which does not name one GPU of the catalogue; "
+            f"recordings here: {have}. Set it to one of these, or unset it."
+        ) from error
     if not (folder / f"{catalogue.slug(name)}.json").is_file():
-        have = ", ".join(sorted(path.stem for path in folder.glob("*.json"))) or "none"
         raise LabError(
             f"LABKIT_RECORDED_GPU names {name}, but there is no recording {catalogue.slug(name)}.json; "
             f"recordings here: {have}. Unset it, or take one on that GPU with `labkit record`."

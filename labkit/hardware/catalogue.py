@@ -56,6 +56,8 @@ def find(name: str) -> DeviceSpec:
 
     Raises LabError for a name that fits none, naming the nearest, or several, naming them.
     """
+    if not isinstance(name, str):
+        raise LabError(f"A GPU is asked for by its name, a text such as 'H200' or 'RTX 4090'; got {name!r}.")
     key = _key(name)
     for spec in specs():
         if key in {_key(n) for n in (spec.name, slug(spec.name), *spec.aliases)}:

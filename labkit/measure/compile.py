@@ -7,6 +7,7 @@ the notebook's process may run Triton's interpreter. Results are kept under ``$L
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -14,7 +15,7 @@ import pickle
 import re
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +36,7 @@ ARCHITECTURES = {
     "sm_100": "10.0",
     "sm_120": "12.0",
 }
+MAX_WARPS = 32  # of a block on every architecture above: 1024 threads
 _TYPE = re.compile(r"\*?k?(fp16|bf16|fp32|fp64|fp8e4nv|fp8e4b15|fp8e5|[iu](1|8|16|32|64))$|\*\*|tensordesc|nvTmaDesc")
 
 
@@ -95,10 +97,20 @@ def compile_kernel(
 
     ``signature``: argument -> type ("*fp16", "i32", "fp32"); ``constexprs``: argument -> value. ``divisible_by_16``
     names the pointers and integers that a launch would find to be multiples of 16; by default all of them, as with
-    fresh tensors and round sizes. Raises LabError for an unknown architecture, arguments that do not fit the kernel, a
-    kernel that does not compile, or one that needs more shared memory than a block of ``arch`` can have.
+    fresh tensors and round sizes. Raises LabError for an unknown architecture, arguments that do not fit the kernel,
+    more warps than a block can have, a kernel that does not compile, or one that needs more shared memory than a block
+    of ``arch`` can have.
     """
     arch = _known(arch)
+    if not _is_warps(num_warps):
+        raise LabError(
+            f"num_warps is {num_warps!r}; a block has 1, 2, 4, 8, 16 or {MAX_WARPS} warps: a power of two, and at most "
+            f"{MAX_WARPS * 32} threads."
+        )
+    if not isinstance(signature, Mapping):
+        raise LabError(f"signature is {signature!r}; it must map arguments to types, such as {{'x_ptr': '*fp16'}}.")
+    if not isinstance(constexprs, Mapping | None):
+        raise LabError(f"constexprs is {constexprs!r}; it must map arguments to values, such as {{'BLOCK': 1024}}.")
     source = kernel_source(kernel)
     constexprs = {**_defaults(kernel, source.constexprs), **(constexprs or {})}
     signature = _complete(source, signature, constexprs)
@@ -127,7 +139,8 @@ def compile_kernel(
         if error := reply.get("error"):
             where = f"\n    {error['line']}" if error["line"] else ""
             raise LabError(f"{source.name} does not compile for {arch}: {error['message']}{where}")
-        replace_file(kept, json.dumps(reply))
+        with contextlib.suppress(OSError):  # the next call compiles again, and nothing else is lost
+            replace_file(kept, json.dumps(reply))
     compiled = Compiled(name=source.name, arch=arch, **reply)
     room = catalogue.limits(ARCHITECTURES[arch])["shared_per_block_bytes"]
     if compiled.shared_bytes > room:
@@ -140,10 +153,15 @@ def compile_kernel(
 
 def _known(arch: str) -> str:
     """sm_90a means sm_90: Triton always compiles for the architecture's own instructions."""
-    name = arch.removesuffix("a")
-    if name not in ARCHITECTURES:
+    name = arch.removesuffix("a") if isinstance(arch, str) else arch
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise LabError(f"Unknown architecture {arch!r}; labkit compiles for {', '.join(ARCHITECTURES)}.")
     return name
+
+
+def _is_warps(count: object) -> bool:
+    whole = isinstance(count, int) and not isinstance(count, bool)
+    return whole and 1 <= count <= MAX_WARPS and count & (count - 1) == 0
 
 
 def _defaults(kernel, constexprs: Collection[str]) -> dict:
@@ -180,7 +198,11 @@ def _pickled(name: str, constexprs: Mapping) -> bytes:
 
 
 def _read(kept: Path) -> dict | None:
+    """A kept reply of the compiler, or None if there is none or the file holds something else."""
     try:
-        return json.loads(kept.read_text(encoding="utf-8"))
+        reply = json.loads(kept.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    kinds = {f.name: {"int": int, "str": str}[f.type] for f in fields(Compiled) if f.name not in ("name", "arch")}
+    whole = isinstance(reply, dict) and set(reply) == set(kinds)
+    return reply if whole and all(isinstance(reply[name], kind) for name, kind in kinds.items()) else None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 from filelock import FileLock, Timeout
 
@@ -36,15 +38,31 @@ def _timeout() -> float:
         raise LabError(f"LABKIT_LOCK_TIMEOUT is {text!r}; it must be a number of seconds.") from None
 
 
+def lock_folder() -> Path:
+    """``$LABKIT_HOME/locks``; where that cannot be written, a folder of this user's among the temporary files.
+
+    Every process with the same $LABKIT_HOME gets the same answer, so they still wait for each other.
+    """
+    for folder in (home() / "locks", Path(tempfile.gettempdir()) / f"labkit-locks-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise LabError(
+        f"Neither {home() / 'locks'} nor {folder} can be written; set LABKIT_HOME to a folder that you may write."
+    )
+
+
 @contextmanager
 def exclusive(name: str, timeout_s: float | None = None):
-    """Hold the lock of GPU ``name`` (``$LABKIT_HOME/locks/NAME.lock``) against every other process of this user.
+    """Hold the lock of GPU ``name`` (NAME.lock in ``lock_folder()``) against every other process of this user.
 
     Prints one line if it has to wait. Raises LabError after ``timeout_s`` (default: $LABKIT_LOCK_TIMEOUT, or 600).
     """
     timeout_s = _timeout() if timeout_s is None else timeout_s
-    path = home() / "locks" / f"{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = lock_folder() / f"{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"
     lock = _lock(str(path))
     try:
         lock.acquire(timeout=0)

@@ -18,7 +18,7 @@ from labkit.measure.measurement import CEILINGS, Ceilings, Measurement, Reading
 from labkit.measure.provenance import live_provenance, missing
 from labkit.measure.recording import Recording
 from labkit.measure.timing import METHODS, WARMUP_MS, CudaGpu, Timing, time_cuda
-from labkit.paths import home
+from labkit.paths import home, unwritable
 
 if TYPE_CHECKING:
     from kernels.op import Cost
@@ -51,11 +51,12 @@ def measure(
     in L2 when a call begins; in a graph this takes turns over as many input sets as exceed L2, so it needs ``inputs``.
     ``warmup``: False for none, or milliseconds.
 
-    Raises LabError if ``fn`` raises, for an ``id`` the recording does not hold, or one it holds with another cost.
+    Raises LabError if ``fn`` raises, for an ``id`` the recording does not hold, or one it holds with another cost or
+    another method than the one asked for.
     """
-    _check(id, ceiling, method)
+    _check(id, ceiling, method, cost)
     if not is_live():
-        return _replayed(id, cost, ceiling)
+        return _replayed(id, cost, ceiling, method)
     session = _session()
     try:
         timing = _time(id, fn, inputs, method, flush, WARMUP_MS if warmup is True else float(warmup), repeats)
@@ -129,13 +130,15 @@ def recording_path(gpu: str | None = None) -> Path:
     return RECORDINGS / f"{catalogue.slug(gpu or recorded_gpu())}.json"
 
 
-def _check(id: str, ceiling: str = "copy", method: str = "auto") -> None:
+def _check(id: str, ceiling: str = "copy", method: str = "auto", cost: object = None) -> None:
     if not isinstance(id, str) or not _ID.match(id):
         raise LabError(f"A measurement's id is a name such as '01/copy/1GiB', got {id!r}.")
     if ceiling not in CEILINGS:
         raise LabError(f"{id}: ceiling is {ceiling!r}; it must be one of {', '.join(CEILINGS)}.")
     if method not in ("auto", *METHODS):
         raise LabError(f"{id}: method is {method!r}; it must be auto or one of {', '.join(METHODS)}.")
+    if cost is not None and not (hasattr(cost, "bytes") and hasattr(cost, "flops")):
+        raise LabError(f"{id}: cost is {cost!r}; it must be Cost(bytes, flops) from kernels.op, or None.")
 
 
 # --- replay
@@ -151,12 +154,17 @@ def _loaded(path: Path, changed: int) -> Recording:
     return recording.load(path)
 
 
-def _replayed(id: str, cost: Cost | None, ceiling: str) -> Measurement:
+def _replayed(id: str, cost: Cost | None, ceiling: str, method: str) -> Measurement:
     result = _recording().measurement(id, ceiling)
     if cost is not None and (cost.bytes, cost.flops) != (result.bytes, result.flops):
         raise LabError(
             f"{id} was recorded for {result.bytes} bytes and {result.flops} FLOPs, but this call counts {cost.bytes} "
             f"and {cost.flops}: a changed size can be measured on a GPU only."
+        )
+    if method not in ("auto", result.method):
+        raise LabError(
+            f"{id} was recorded with method={result.method!r}, but this call asks for {method!r}: another method can "
+            "be measured on a GPU only."
         )
     return result
 
@@ -261,9 +269,24 @@ def _rotated(fn, inputs, first: tuple | None, call: Callable) -> list[Callable]:
 
 
 def _keep(session: _Session, result: Measurement | Reading) -> None:
+    """Into the recording that was asked for, which must work, and among the learner's own figures, which need not."""
     who = {**session.provenance}
     if target := os.environ.get("LABKIT_RECORD"):
-        recording.write(Path(target), who, session.ceilings, result)
+        try:
+            recording.write(Path(target), who, session.ceilings, result)
+        except OSError as error:
+            raise LabError(
+                f"{result.id} cannot be recorded: LABKIT_RECORD is {target}, which cannot be written "
+                f"({error.strerror or error})."
+            ) from error
     if not missing(who):
         mine = home() / "measurements" / f"{catalogue.slug(who['gpu'])}.json"
-        recording.write(mine, who, session.ceilings, result)
+        try:
+            recording.write(mine, who, session.ceilings, result)
+        except OSError as error:
+            _say_once(f"measurements are not kept: {unwritable(mine.parent, error)}")
+
+
+@cache
+def _say_once(line: str) -> None:
+    print(line)

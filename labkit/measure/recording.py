@@ -6,7 +6,7 @@
      "measurements": {id: {us, us_low, us_high, repeats, bytes, flops, method, ceiling}},
      "readings":     {id: {values, unit}}}
 
-``sha256`` is that of the other three parts, so that a figure edited by hand is refused.
+``sha256`` is that of everything else in the file, so that a figure, a GPU's name or a date edited by hand is refused.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from filelock import FileLock
 
 from labkit.errors import LabError
 from labkit.measure import provenance as origin
+from labkit.measure.lock import lock_folder
 from labkit.measure.measurement import CEILINGS, Ceilings, Measurement, Reading
-from labkit.paths import home, replace_file
+from labkit.paths import replace_file
 
-_AGAIN = "take it again with `labkit record` on a GPU"
+_AGAIN = "take it again with `labkit record` on a GPU; the shipped one comes back with `git checkout labkit/recordings`"
 _TIMES = ("us", "us_low", "us_high")
 
 
@@ -63,9 +64,11 @@ class Recording:
         raise LabError(f"There is no {what} {id!r} in the recording of {self.provenance['gpu']}; {hint}.")
 
 
-def digest(ceilings: dict, measurements: dict, readings: dict) -> str:
-    """SHA-256 of what was measured, independent of the file's layout."""
-    text = json.dumps([ceilings, measurements, readings], sort_keys=True, separators=(",", ":"), allow_nan=False)
+def digest(who: dict, ceilings: dict, measurements: dict, readings: dict) -> str:
+    """SHA-256 of what was measured and where (``who``: the provenance), independent of the file's layout."""
+    who = {name: value for name, value in who.items() if name != "sha256"}
+    parts = [who, ceilings, measurements, readings]
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -100,7 +103,7 @@ def parse(data: object, name: str) -> Recording:
     for id, entry in readings.items():
         if problem := _reading_problem(entry):
             raise LabError(f"The recording {name} has {problem} for {id}; {_AGAIN}.")
-    if who.get("sha256") != digest(ceilings, measurements, readings):
+    if who.get("sha256") != digest(who, ceilings, measurements, readings):
         raise LabError(f"The recording {name} was changed after it was made: its sha256 does not fit; {_AGAIN}.")
     return Recording(who, Ceilings(**ceilings), measurements, readings, name)
 
@@ -152,16 +155,14 @@ def write(path: Path, who: dict, ceilings: Ceilings, result: Measurement | Readi
     """Put ``result`` into the recording at ``path``, beside what it holds from the same GPU, driver, torch and triton.
 
     Otherwise the recording starts anew, and a line says so. The file is replaced as a whole, under a lock. Raises
-    LabError if ``who``, this machine's provenance, is not whole.
+    LabError if ``who``, this machine's provenance, is not whole, and OSError if the file cannot be written.
     """
     if bad := origin.missing(who):
         raise LabError(
             f"{result.id} cannot be recorded: this machine does not tell its {', '.join(bad)}. "
             "NVML gives clocks, driver and power limit; LABKIT_COMMIT can name the commit."
         )
-    locks = home() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / f"recording-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}.lock"):
+    with FileLock(lock_folder() / f"recording-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}.lock"):
         measurements, readings = {}, {}
         if path.is_file():
             try:
@@ -176,8 +177,9 @@ def write(path: Path, who: dict, ceilings: Ceilings, result: Measurement | Readi
                     measurements, readings = old.measurements, old.readings
         (readings if isinstance(result, Reading) else measurements)[result.id] = entry_of(result)
         top = {k: round(v, 3) for k, v in dataclasses.asdict(ceilings).items()}
+        who = {n: who[n] for n in origin.FIELDS}
         data = {
-            "provenance": {**{n: who[n] for n in origin.FIELDS}, "sha256": digest(top, measurements, readings)},
+            "provenance": {**who, "sha256": digest(who, top, measurements, readings)},
             "ceilings": top,
             "measurements": dict(sorted(measurements.items())),
             "readings": dict(sorted(readings.items())),

@@ -105,6 +105,8 @@ class _Gatherer:
         """Put ``function`` and what it uses into its generated module, whose name is returned."""
         name = "labkit_kernel_" + hashlib.sha256(function.__module__.encode()).hexdigest()[:12]
         part = self.parts.setdefault(name, _Part())
+        if function.__name__ == "<lambda>":
+            raise LabError("compile_kernel: got a lambda, needs a Triton kernel: a function under @triton.jit.")
         if function.__name__ in part.functions:
             return name
         try:

@@ -2,9 +2,12 @@
 
 import inspect
 import re
+import sys
 import threading
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,9 +110,51 @@ def test_checking_works_outside_the_main_thread():
     assert got[0].passed
 
 
-def test_a_function_that_changes_its_input_does_not_change_what_is_expected():
-    assert judge(TENSOR, lambda x: x.mul_(2)).passed
-    assert not judge(TENSOR, lambda x: x.zero_()).passed
+def test_a_function_that_changes_its_argument_is_told_so():
+    assert "changed its argument x; work on a copy" in judged(TENSOR, lambda x: x.mul_(2))
+    assert judge(replace(TENSOR, in_place=("x",)), lambda x: x.mul_(2)).passed
+    assert "value [2] is 0, expected 4.00" in judged(TENSOR, lambda x: x.zero_())
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda x: 2.0004 * x, "got 2.0004, expected 2.0000"),
+        (lambda x: 10**400, "got about 10^400, expected 2.00"),
+        (lambda x: sys.exit(), "raised SystemExit"),
+        (lambda x: np.float32(3), "got 3.00, expected 2.00"),
+    ],
+)
+def test_odd_answers_get_a_sentence_too(fn, text):
+    assert text in judged(NUMBER, fn)
+
+
+class Rude(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+def test_an_exception_or_a_value_that_cannot_be_printed_is_survived():
+    def rude(x):
+        raise Rude
+
+    assert "raised Rude" in judged(NUMBER, rude)
+    assert "<Rude>" in difference(Rude(), [1], 1e-6)
+
+
+def test_a_bare_except_cannot_keep_a_function_running():
+    def stubborn(x):
+        while True:
+            try:
+                time.sleep(0.01)
+            except:  # noqa: E722
+                pass
+
+    start = time.monotonic()
+    assert "stopped after 1 s" in judged(TENSOR, stubborn)
+    assert time.monotonic() - start < 5 and sys.gettrace() is None
 
 
 def test_check_prints_keeps_and_use_hands_out_what_passed(capsys):

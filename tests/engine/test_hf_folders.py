@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from labkit.engine import ModelConfig, load
+from labkit.engine.tokenizer import byte_level_bpe
 from labkit.errors import LabError
 from tests.engine.tiny_models import VOCABULARY, tiny_hf
 
@@ -146,11 +147,41 @@ def test_missing_and_broken_files_are_named(folder):
     with pytest.raises(LabError, match="has no model.safetensors"):
         load(folder, progress=None)
     (folder / "config.json").write_text('{"model_type": "lla')
-    with pytest.raises(LabError, match="a JSON file of .* cannot be read"):
+    with pytest.raises(LabError, match="config.json cannot be read as JSON .*; it may be incomplete"):
         load(folder, progress=None)
     (folder / "config.json").unlink()
     with pytest.raises(LabError, match="has no config.json, so it is no Hugging Face model folder"):
         load(folder, progress=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("config.json", b"[]", "config.json must hold an object, got list"),
+        ("config.json", b"\xff\xfe", "config.json cannot be read as JSON"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "48", "num_attention_heads": 6}', "of the wrong kind"),
+        ("generation_config.json", b"[1]", "of the wrong kind"),
+        ("generation_config.json", b'{"eos_token_id": "end"}', "of the wrong kind"),
+        ("generation_config.json", b"{", "generation_config.json cannot be read as JSON"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is no readable tokenizer configuration"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json is no readable tokenizer configuration"),
+        ("tokenizer_config.json", b'{"eos_token": {}}', "tokenizer_config.json is no readable tokenizer configuration"),
+        ("tokenizer_config.json", b'{"chat_template": [1]}', "tokenizer_config.json is no readable"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is no readable text"),
+    ],
+)
+def test_a_side_file_that_is_broken_is_named(folder, name, data, says):
+    byte_level_bpe(VOCABULARY, [], "gpt-2").save(str(folder / "tokenizer.json"))
+    (folder / name).write_bytes(data)
+    with pytest.raises(LabError, match=says) as error:
+        load(folder, progress=None)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("source", [3, None, ["smollm2-135m"], b"smollm2-135m"])
+def test_a_source_of_another_kind_is_named(source):
+    with pytest.raises(LabError, match="load takes a model's name, a path or a ModelConfig, got "):
+        load(source)
 
 
 def test_generation_config_decides_the_end_tokens(folder):

@@ -71,6 +71,12 @@ def test_the_model_can_be_filled_to_its_last_position(model, loop):
         ([1, 262], 4, "prompt token 1 is 262, outside the vocabulary 0 to 261"),
         ([-1], 4, "prompt token 0 is -1, outside"),
         (["a"], 4, "prompt token 0 is 'a', outside"),
+        (None, 4, r"the prompt must be a list of ints, such as tokenizer.encode\(text\) gives, got None"),
+        ("hello", 4, "the prompt must be a list of ints, .* got 'hello'"),
+        ({1, 2}, 4, "the prompt must be a list of ints"),
+        (torch.tensor(5), 4, r"the prompt must have one dimension, got shape \[\]"),
+        (torch.tensor([[1, 2]]), 4, r"one dimension, got shape \[1, 2\]; give one row of it"),
+        (torch.tensor([1.0]), 4, "prompt token 0 is 1.0, outside"),
         ([1] * 120, 9, "120 prompt tokens . 9 new ones = 129, and the model has 128 positions; .* max_tokens by 1$"),
         ([1] * 500, 1, "500 prompt tokens . 1 new ones = 501, .* by 373$"),
     ],
@@ -81,6 +87,13 @@ def test_a_request_that_cannot_run_is_refused_with_the_arithmetic(model, loop, i
 
     with pytest.raises(LabError, match=says):
         loop(model, ids, max_tokens, on_token=never)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_tensor_of_ids_is_as_good_as_a_list(model, loop):
+    wanted = loop(model, [5, 6, 7], 4, ignore_eos=True).token_ids
+    for ids in (torch.tensor([5, 6, 7]), torch.tensor([5, 6, 7]).numpy(), (5, 6, 7)):
+        assert loop(model, ids, 4, ignore_eos=True).token_ids == wanted
 
 
 def test_the_cache_has_the_size_the_config_predicts():

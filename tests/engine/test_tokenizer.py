@@ -84,6 +84,16 @@ def test_digits_are_split_after_spaces_too(tokenizer, theirs):
 
 
 @pytest.mark.model
+def test_bytes_outside_the_vocabulary_are_left_out(tokenizer):
+    assert tokenizer.encode("\x04") == [] and tokenizer.encode("a\x04b") == [
+        *tokenizer.encode("a"),
+        *tokenizer.encode("b"),
+    ]
+    lost = [c for c in range(128) if not tokenizer.encode(chr(c))]
+    assert lost == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D], "the docstring of encode speaks of six control characters"
+
+
+@pytest.mark.model
 def test_special_tokens_can_be_read_as_text(tokenizer):
     text = "<|im_start|>system\nobey<|im_end|>"
     special = {tokenizer.backend.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>")}

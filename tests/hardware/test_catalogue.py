@@ -138,6 +138,12 @@ def test_unknown_name_lists_the_nearest():
         catalogue.find("")
 
 
+@pytest.mark.parametrize("name", [None, 4090, ["H200"]])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(LabError, match=r"A GPU is asked for by its name, .*; got "):
+        catalogue.find(name)
+
+
 def test_ambiguous_name_lists_the_choices():
     with pytest.raises(LabError, match="NVIDIA H100 PCIe, NVIDIA H100 80GB HBM3"):
         catalogue.find("H100")

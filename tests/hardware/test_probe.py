@@ -136,10 +136,14 @@ class TestDevice:
         (tmp_path / "nvidia-geforce-rtx-4090.json").write_text("{}")
         assert hardware.device().name == "NVIDIA GeForce RTX 4090"
 
-    def test_unknown_recording(self, monkeypatch):
-        monkeypatch.setenv("LABKIT_RECORDED_GPU", "Voodoo 2")
-        with pytest.raises(LabError, match="catalogue"):
-            hardware.recorded_gpu()
+    @pytest.mark.parametrize("name", ["Voodoo 2", "unknown", "H100"])
+    def test_unknown_recording(self, monkeypatch, tmp_path, name):
+        (tmp_path / "nvidia-h200.json").write_text("{}")
+        (tmp_path / "nvidia-l4.json").write_text("{}")
+        monkeypatch.setenv("LABKIT_RECORDED_GPU", name)
+        says = f"LABKIT_RECORDED_GPU is '{name}', .* catalogue; recordings here: nvidia-h200, nvidia-l4. Set it to one"
+        with pytest.raises(LabError, match=says):
+            hardware.recorded_gpu(tmp_path)
 
     def test_live(self, monkeypatch):
         monkeypatch.setattr(hardware, "is_live", lambda: True)

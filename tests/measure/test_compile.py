@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import subprocess
 import sys
@@ -221,6 +222,15 @@ def test_a_spilling_kernel_says_so():
         ({"constexprs": {"BLOCK": lambda: 1}}, r"cannot be carried to the compiler"),
         ({"divisible_by_16": ["BLOCK"]}, r"divisible_by_16 names BLOCK"),
         ({"kernel": 3}, r"got a int, needs a Triton kernel"),
+        ({"kernel": lambda x: x}, r"got a lambda, needs a Triton kernel"),
+        ({"arch": 90}, r"Unknown architecture 90; labkit compiles for sm_80"),
+        ({"arch": None}, r"Unknown architecture None; labkit compiles for sm_80"),
+        ({"signature": None}, r"signature is None; it must map arguments to types, such as {'x_ptr': '\*fp16'}"),
+        ({"constexprs": 64}, r"constexprs is 64; it must map arguments to values"),
+        ({"num_warps": 128}, r"num_warps is 128; a block has 1, 2, 4, 8, 16 or 32 warps: .* at most 1024 threads"),
+        ({"num_warps": 6}, r"num_warps is 6;"),
+        ({"num_warps": 0}, r"num_warps is 0;"),
+        ({"num_warps": 4.0}, r"num_warps is 4\.0;"),
         ({"constexprs": {"BLOCK": 100}}, r"(?s)does not compile for sm_89: .*power of 2.*\n    cols = .*tl\.arange"),
     ],
 )
@@ -228,6 +238,11 @@ def test_errors_are_one_sentence(change, message):
     arguments = {"kernel": _uses_all, "signature": ALL, "constexprs": {"BLOCK": 64}, "arch": "sm_89", **change}
     with pytest.raises(LabError, match=message):
         compile_kernel(**arguments)
+
+
+def test_a_lambda_inside_triton_jit_is_named():
+    with pytest.raises(LabError, match="got a lambda, needs a Triton kernel"):
+        compile_kernel(triton.jit(lambda x_ptr: tl.store(x_ptr, 1)), {"x_ptr": "*i32"})
 
 
 def test_a_kernel_whose_source_is_lost_is_named():
@@ -245,3 +260,24 @@ def test_the_second_time_is_instant_and_a_changed_kernel_is_compiled_again():
     assert time.perf_counter() - start < 0.2  # a compilation takes about a second
     second = cell("changing", "@triton.jit\ndef k(x_ptr):\n    tl.store(x_ptr, 22)\n")["k"]
     assert ", 22;" in compile_kernel(second, {"x_ptr": "*i32"}).ptx
+
+
+def test_a_home_that_cannot_be_written_only_loses_the_cache(tmp_path, monkeypatch, capfd):
+    (tmp_path / "file").touch()
+    kernel = cell("uncached", "@triton.jit\ndef k(x_ptr):\n    tl.store(x_ptr, 33)\n")["k"]
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path / "file"))
+    first, second = (compile_kernel(kernel, {"x_ptr": "*i32"}) for _ in range(2))
+    assert first.sass == second.sass and first.count("STG") == 1
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "null", '{"registers": 3}', '{"error": {}}', "other kinds"])
+def test_a_kept_result_that_is_none_is_compiled_again(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    first = compile_kernel(_uses_all, ALL, {"BLOCK": 64}, "sm_80")
+    (kept,) = (tmp_path / "compiled").glob("*.json")
+    wrong = json.dumps({**json.loads(kept.read_text()), "registers": "3"})
+    kept.write_text(wrong if text == "other kinds" else text)
+    again = compile_kernel(_uses_all, ALL, {"BLOCK": 64}, "sm_80")
+    assert (again.sass, again.registers) == (first.sass, first.registers)  # ptx names the folder it was compiled in
+    assert json.loads(kept.read_text()) == {n: v for n, v in vars(again).items() if n not in ("name", "arch")}

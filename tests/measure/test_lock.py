@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from labkit.errors import LabError
+from labkit.measure import lock
 from labkit.measure.lock import exclusive
 
 HOLD = textwrap.dedent("""
@@ -68,6 +69,23 @@ def test_a_timing_inside_a_timing_does_not_wait_for_itself(capsys):
     with exclusive("GPU-test"), exclusive("GPU-test", timeout_s=0):
         pass
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("home", ["a file", "read-only"])
+def test_without_a_writable_home_the_lock_lies_among_the_temporary_files(home, tmp_path, monkeypatch):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(lock.tempfile, "gettempdir", lambda: str(temporary))
+    if home == "a file":
+        (tmp_path / "home").touch()
+    else:
+        monkeypatch.setattr(lock.os, "access", lambda p, mode: p.is_relative_to(temporary))
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path / "home"))
+    with exclusive("GPU-test"):
+        assert [p.name for p in temporary.glob("*/*.lock")] == ["GPU-test.lock"]
+    monkeypatch.setattr(lock.os, "access", lambda p, mode: False)
+    with pytest.raises(LabError, match="Neither .*home/locks nor .* can be written; set LABKIT_HOME"):
+        lock.lock_folder()
 
 
 def test_a_timeout_that_is_no_number_is_named(monkeypatch):

@@ -71,6 +71,17 @@ def test_replay_of_something_else_is_refused(replay):
         reading("01/power", never, "kW")
 
 
+def test_replay_of_another_method_is_refused(replay):
+    """A launch that is not waited for and the work itself are two figures."""
+    recording.write(replay, WHO, CEILINGS, result("00/async", method="wall_no_sync"))
+    for method in ("auto", "wall_no_sync"):
+        assert measure("00/async", never, method=method).method == "wall_no_sync"
+    with pytest.raises(
+        LabError, match=r"00/async was recorded with method='wall_no_sync', but this call asks for 'wall': .* GPU only"
+    ):
+        measure("00/async", never, method="wall")
+
+
 def test_replay_sees_a_recording_that_was_replaced(replay):
     assert measure("01/copy/1GiB", never).us == 500.0
     recording.write(replay, WHO, CEILINGS, result(us=480.0))
@@ -89,6 +100,7 @@ def test_no_recording_at_all(own, monkeypatch):
         ({"id": "two words"}, "id is a name"),
         ({"ceiling": "sky"}, "ceiling is 'sky'"),
         ({"method": "x"}, "method is 'x'"),
+        ({"cost": (10**9, 0)}, r"cost is \(1000000000, 0\); it must be Cost\(bytes, flops\)"),
     ],
 )
 def test_bad_options_are_named_on_every_tier(replay, options, message):
@@ -115,6 +127,24 @@ def test_live_without_whole_provenance_still_measures_but_cannot_record(live, ow
     assert not (own / "home" / "measurements").exists()
     monkeypatch.setenv("LABKIT_RECORD", str(own / "new.json"))
     with pytest.raises(LabError, match="01/x cannot be recorded: .*driver"):
+        measure("01/x", live.work(5.0, 40.0))
+
+
+def test_a_home_that_cannot_be_written_costs_one_line_and_no_measurement(live, own, monkeypatch, capsys):
+    (own / "file").touch()
+    monkeypatch.setenv("LABKIT_HOME", str(own / "file"))
+    module._say_once.cache_clear()
+    for id in ("01/x", "01/y"):
+        assert measure(id, live.work(5.0, 40.0)).us > 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and out.startswith("measurements are not kept: ")
+    assert str(own / "file" / "measurements") in out and "LABKIT_HOME" in out
+
+
+def test_a_recording_that_was_asked_for_and_cannot_be_written_is_an_error(live, own, monkeypatch):
+    (own / "file").touch()
+    monkeypatch.setenv("LABKIT_RECORD", str(own / "file" / "new.json"))
+    with pytest.raises(LabError, match="01/x cannot be recorded: LABKIT_RECORD is .*new.json, which cannot be written"):
         measure("01/x", live.work(5.0, 40.0))
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from labkit.errors import LabError
+from labkit.hardware import RECORDINGS
 from labkit.measure import recording
 from labkit.measure.measurement import Reading
 from labkit.measure.provenance import CLOCKS, FIELDS
@@ -29,7 +30,8 @@ def edited(path, change, rehash=True):
     data = json.loads(path.read_text())
     change(data)
     if rehash:
-        parts = [data.get(n, {}) for n in ("ceilings", "measurements", "readings")]
+        who = {n: v for n, v in data["provenance"].items() if n != "sha256"}
+        parts = [who, *(data.get(n, {}) for n in ("ceilings", "measurements", "readings"))]
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
         data["provenance"]["sha256"] = recording.hashlib.sha256(text.encode()).hexdigest()
     path.write_text(json.dumps(data))
@@ -110,11 +112,27 @@ def test_impossible_content_is_refused(file, change, message):
         lambda d: first(d).update(us=501.0),
         lambda d: d["ceilings"].update(copy_gb_s=4001.0),
         lambda d: d["readings"]["01/clock"]["values"].append(1.0),
+        lambda d: d["provenance"].update(gpu="NVIDIA B200"),
+        lambda d: d["provenance"].update(date="2026-12-24"),
+        lambda d: d["provenance"]["clocks_mhz"].update(sm=1000),
     ],
 )
-def test_a_figure_edited_by_hand_is_refused(file, change):
-    with pytest.raises(LabError, match="was changed after it was made"):
+def test_a_figure_or_its_provenance_edited_by_hand_is_refused(file, change):
+    again = "was changed after it was made.*the shipped one comes back with `git checkout labkit/recordings`"
+    with pytest.raises(LabError, match=again):
         recording.load(edited(file, change, rehash=False))
+
+
+@pytest.mark.parametrize("path", sorted(RECORDINGS.glob("*.json")), ids=lambda p: p.stem)
+def test_the_shipped_recordings_are_valid(path):
+    assert recording.load(path).measurements
+
+
+def test_an_unwritable_home_does_not_keep_a_recording_from_being_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path / "file"))
+    recording.write(tmp_path / "new.json", WHO, CEILINGS, result())
+    assert recording.load(tmp_path / "new.json").measurement("01/copy/1GiB").us == 500.0
 
 
 def test_broken_and_missing_files_are_named(tmp_path):

@@ -32,6 +32,9 @@ def _logits(vocab: int, seed: int):
     def next_logits(ids):
         if not isinstance(ids, list):
             raise TypeError(f"ids must be a list of token ids, got {type(ids).__name__}")
+        for token in ids:
+            if not isinstance(token, int):
+                raise TypeError(f"ids must hold ints, got a {type(token).__name__}: append int(token)")
         rows = [(7 * t + i) % 64 for i, t in enumerate(ids)]
         return table[rows].sum(0)
 
@@ -99,7 +102,7 @@ EXERCISES = (
         "The naive loop",
         answers.greedy,
         trials=(
-            _loop("three tokens after a prompt of four", [3, 1, 4, 1], 3, 0),
+            _loop("three tokens after a prompt of four", [3, 1, 4, 1], 3, 5),
             _loop("ten tokens after one", [9], 10, 1),
             _loop("none", [5, 6], 0, 2),
         ),
@@ -107,6 +110,10 @@ EXERCISES = (
             Hint(
                 "each token must be an int: int(logits.argmax()).",
                 lambda i, g, w: any(not isinstance(t, int) for t in g),
+            ),
+            Hint(
+                "the list of ids belongs to the caller: begin with ids = list(ids).",
+                lambda i, g, w: g == w and len(w) > 0,
             ),
             Hint(
                 "the prompt came back too: return only the new tokens.",

@@ -10,6 +10,16 @@ def _off_by(factor):
     return lambda inputs, got, want: abs(got / want - factor) < 1e-3 * factor
 
 
+def _times(i):
+    """Seconds of a step for memory and for arithmetic."""
+    moved = i["weight_bytes"] + i["batch"] * i["context"] * i["kv_bytes_per_token"]
+    return moved / (i["gb_s"] * 1e9), i["batch"] * i["flops_per_token"] / (i["tflop_s"] * 1e12)
+
+
+def _is(got, want):
+    return abs(got / want - 1) < 1e-3
+
+
 def _trial(name, **inputs):
     return Trial(name, lambda: dict(inputs))
 
@@ -79,6 +89,18 @@ EXERCISES = (
         ),
         tolerance=1e-3,
         hints=(
+            Hint(
+                "the units are off: GB/s are 1e9 bytes, TFLOP/s 1e12 FLOPs, and the time is in seconds.",
+                lambda i, got, want: not 1e-3 < got / want < 1e3,
+            ),
+            Hint(
+                "that is the shorter of the two times; a step lasts until both are over.",
+                lambda i, got, want: i["context"] > 0 and _is(got, i["batch"] / min(_times(i))),
+            ),
+            Hint(
+                "reading and arithmetic overlap: take the longer of the two times, not their sum.",
+                lambda i, got, want: _is(got, i["batch"] / sum(_times(i))),
+            ),
             Hint(
                 "that is steps per second. A step gives one token to each sequence of the batch.",
                 lambda i, got, want: i["batch"] > 1 and abs(got * i["batch"] / want - 1) < 1e-3,

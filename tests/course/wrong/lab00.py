@@ -95,10 +95,18 @@ def tensors(next_logits, ids, max_tokens):
     return new
 
 
-def smallest(next_logits, ids, max_tokens):
+def into_the_prompt(next_logits, ids, max_tokens):
+    new = []
+    for _ in range(max_tokens):
+        new.append(int(next_logits(ids).argmax()))
+        ids.append(new[-1])
+    return new
+
+
+def second_best(next_logits, ids, max_tokens):
     ids, new = list(ids), []
     for _ in range(max_tokens):
-        new.append(int(next_logits(ids).argmin()))
+        new.append(int(next_logits(ids).topk(2).indices[1]))
         ids.append(new[-1])
     return new
 
@@ -124,6 +132,7 @@ WRONG = {
         (with_prompt, "only the new tokens"),
         (never_appends, "append each new token"),
         (tensors, "must be an int"),
-        (smallest, ""),
+        (into_the_prompt, "belongs to the caller"),
+        (second_best, ""),
     ],
 }

@@ -52,6 +52,23 @@ def memory_only(batch, context, weight_bytes, kv_bytes_per_token, flops_per_toke
     return batch / ((weight_bytes + batch * context * kv_bytes_per_token) / (gb_s * 1e9))
 
 
+def in_giga(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s):
+    return batch / ((weight_bytes + batch * context * kv_bytes_per_token) / gb_s)
+
+
+def _two(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s):
+    moved = weight_bytes + batch * context * kv_bytes_per_token
+    return moved / (gb_s * 1e9), batch * flops_per_token / (tflop_s * 1e12)
+
+
+def shorter(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s):
+    return batch / min(_two(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s))
+
+
+def both(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s):
+    return batch / sum(_two(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s))
+
+
 def zero(batch, context, weight_bytes, kv_bytes_per_token, flops_per_token, gb_s, tflop_s):
     return "fast"
 
@@ -66,6 +83,9 @@ WRONG = {
         (no_head_dim, ""),
     ],
     "01.3": [
+        (in_giga, "the units are off"),
+        (shorter, "the shorter of the two"),
+        (both, "not their sum"),
         (steps, "one token to each sequence"),
         (weights_each, "once a step for the whole batch"),
         (one_cache, "its own cache"),
