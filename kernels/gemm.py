@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.launch import DTYPES, fits, shared_limit
-from kernels.op import Case, Cost, Op
+from kernels.op import Case, Cost, Op, wide
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ LEVELS = {
 
 def gemm_reference(a: torch.Tensor, b: torch.Tensor, level: str = "pipelined") -> torch.Tensor:
     """a: [m, k], b: [k, n] -> [m, n], accumulated in at least fp32, rounded to a's dtype."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+    return (wide(a) @ wide(b)).to(a.dtype)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from kernels.gemm import Launch, place
 from kernels.launch import DTYPES, fits, shared_limit
-from kernels.op import Case, Cost, Op
+from kernels.op import Case, Cost, Op, wide
 
 # The first that fits the GPU. Few rows want small tiles and so many programs along n that w streams in everywhere at
 # once. Four stages keep the largest tile off sm_80, where its accumulators would spill.
@@ -50,10 +50,9 @@ def fold_norm_weight(w: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
 
 def gemm_rms_norm_reference(x: torch.Tensor, w: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x: [m, k], w: [n, k], gamma folded in -> rms_norm(x) @ w.T: [m, n], in at least fp32, rounded to x's dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide)
+    y = wide(x)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y @ w.to(wide).t()).to(x.dtype)
+    return (y @ wide(w).t()).to(x.dtype)
 
 
 @triton.jit
@@ -80,8 +79,8 @@ def _gemm_rms_norm_kernel(
         x = tl.load(x_at, mask=(rows[:, None] < m) & (ks[None, :] < k - start), other=0.0)
         w = tl.load(w_at, mask=(ks[:, None] < k - start) & (cols[None, :] < n), other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
+        x32 = x.to(tl.float32)
+        squares += tl.sum(x32 * x32, 1)
         x_at += BLOCK_K
         w_at += BLOCK_K
     out = acc * tl.rsqrt(squares / k + eps)[:, None]

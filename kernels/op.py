@@ -60,3 +60,8 @@ class Op:
         """Run Triton on CUDA tensors and the reference elsewhere."""
         first = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
         return (self.triton if first.is_cuda else self.reference)(*args, **kwargs)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in at least fp32 (fp64 stays fp64, so that a reference on fp64 inputs is exact enough to judge by)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

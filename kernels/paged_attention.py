@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch import arch, fits, shared_limit
-from kernels.op import Case, Cost, Op
+from kernels.op import Case, Cost, Op, wide
 from kernels.paged_cache import (
     LOG2_E,
     check_paged,
@@ -50,7 +50,6 @@ from kernels.paged_cache import (
     pow2,
     sm_count,
     soften,
-    wide,
 )
 
 # ---------------------------------------------------------------------------------------------------- definition

@@ -22,11 +22,6 @@ from kernels.launch import DTYPES
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in at least fp32 (fp64 stays fp64, so that a reference on fp64 inputs is exact enough to judge by)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def gather_pages(cache: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Tokens [first, last) of one sequence, from a cache as in the module's docstring -> [kv_heads, tokens, head_dim].
 

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch import fits, shared_limit
-from kernels.op import Case, Cost, Op
+from kernels.op import Case, Cost, Op, wide
 from kernels.paged_attention import Launch
 from kernels.paged_cache import (
     LOG2_E,
@@ -41,7 +41,6 @@ from kernels.paged_cache import (
     paged_cache,
     pow2,
     soften,
-    wide,
 )
 
 

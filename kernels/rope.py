@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch import DTYPES, vector
-from kernels.op import Case, Cost, Op
+from kernels.op import Case, Cost, Op, wide
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def rope_reference(
     cos, sin = table[positions.long()][:, None].split(half, dim=-1)
     for x in (q, k):
         a, b = x[..., :half], x[..., half : 2 * half]
-        wide_a, wide_b = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (a, b))
+        wide_a, wide_b = wide(a), wide(b)
         first, second = wide_a * cos - wide_b * sin, wide_b * cos + wide_a * sin
         a.copy_(first)
         b.copy_(second)

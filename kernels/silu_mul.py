@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch import DTYPES, vector
-from kernels.op import Case, Cost, Op
+from kernels.op import Case, Cost, Op, wide
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ LAUNCH = Launch(block_bytes=4096, num_warps=8)
 
 def silu_mul_reference(x: torch.Tensor) -> torch.Tensor:
     """x: [rows, 2 * width] -> [rows, width], computed in fp32 (fp64 for fp64), rounded to x's dtype."""
-    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = wide(x).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.op import Case, Cost, Op
+from kernels.op import Case, Cost, Op, wide
 
 CHUNK = 8192  # elements a partial sum of `read` covers
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -52,11 +52,6 @@ LAUNCH = {
 }
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x in at least fp32 (fp64 stays fp64, so that a reference on fp64 inputs is exact enough to judge by)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def copy_reference(x: torch.Tensor) -> torch.Tensor:
     """x: [n] -> [n], the same bits."""
     return x.clone()
@@ -64,18 +59,18 @@ def copy_reference(x: torch.Tensor) -> torch.Tensor:
 
 def scale_reference(x: torch.Tensor, alpha: float) -> torch.Tensor:
     """x: [n] -> alpha * x: [n], computed in fp32, rounded to x's dtype."""
-    return (alpha * _wide(x)).to(x.dtype)
+    return (alpha * wide(x)).to(x.dtype)
 
 
 def triad_reference(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
     """a, b: [n] -> a + alpha * b: [n], computed in fp32, rounded to a's dtype."""
-    return (_wide(a) + alpha * _wide(b)).to(a.dtype)
+    return (wide(a) + alpha * wide(b)).to(a.dtype)
 
 
 def read_reference(x: torch.Tensor) -> torch.Tensor:
     """x: [n] -> [ceil(n / CHUNK)], the fp32 sum of each run of CHUNK elements (the last one may be shorter)."""
-    wide = _wide(x)
-    return torch.nn.functional.pad(wide, (0, -x.numel() % CHUNK)).view(-1, CHUNK).sum(-1)
+    x = wide(x)
+    return torch.nn.functional.pad(x, (0, -x.numel() % CHUNK)).view(-1, CHUNK).sum(-1)
 
 
 # One odd element must not cost the others their 16-byte accesses. Under a mask `cols < n` the compiler may group only
