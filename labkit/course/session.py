@@ -39,4 +39,6 @@ def setup(seed: int = 0) -> None:
     from labkit.measure import recorded_gpu
 
     source = recorded_gpu()
-    print(f"tier: recorded | no GPU: kernels run in Triton's interpreter, measurements are replayed from {source}")
+    print(
+        f"tier: interpreted and recorded | no GPU: kernels run in Triton's interpreter, measurements are replayed from {source}"
+    )
