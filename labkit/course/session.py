@@ -38,7 +38,5 @@ def setup(seed: int = 0) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from labkit.measure import recorded_gpu
 
-    source = recorded_gpu()
-    print(
-        f"tier: interpreted and recorded | no GPU: kernels run in Triton's interpreter, measurements are replayed from {source}"
-    )
+    how = "kernels run in Triton's interpreter, measurements are replayed from"
+    print(f"tier: interpreted and recorded | no GPU: {how} {recorded_gpu()}")
