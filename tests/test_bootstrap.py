@@ -32,7 +32,8 @@ def test_the_file_itself_runs_on_an_old_python():
     """Syntax newer than Python 3.8's would hide that line behind a SyntaxError."""
     import ast
 
-    ast.parse((ROOT / "labkit/bootstrap.py").read_text(), feature_version=(3, 8))
+    tree = ast.parse((ROOT / "labkit/bootstrap.py").read_text(), feature_version=(3, 8))
+    assert any(getattr(node, "name", "") == "check_python" for node in tree.body)
 
 
 def test_a_missing_venv_module_is_named(monkeypatch, capsys):
