@@ -7,6 +7,7 @@ A row is an operator at one shape. ``ours`` and the peers are timed by ``labkit.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from labkit.errors import LabError
 from labkit.hardware import is_live
 from labkit.measure.measure import ceilings, measure
 from labkit.measure.measurement import Measurement
+
+_NO_NAME = re.compile(r"[^\w.+-]+")  # what may not stand in a measurement's id
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,11 @@ class Row:
     against: str | None = None
     method: str = "events"
 
-    @property
-    def id(self) -> str:
-        return f"bench/{self.operator}/{self.shape}"
+    def id(self, peer: str | None = None) -> str:
+        """The name ``ours``, or a peer, is measured and recorded under."""
+        return "/".join(
+            _NO_NAME.sub("-", part).strip("-") for part in ("bench", self.operator, self.shape, peer) if part
+        )
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,14 @@ def run(rows: list[Row], progress: Callable[[str], None] | None = None) -> list[
     results = []
     for row in rows:
         options = {"inputs": row.inputs, "ceiling": row.ceiling, "method": row.method}
-        ours = measure(row.id, row.ours, row.cost, **options)
+        ours = measure(row.id(), row.ours, row.cost, **options)
         peers = {}
         for name, fn in row.peers.items():
             try:
-                peers[name] = measure(f"{row.id}/{name}", fn, row.cost, **options)
+                peers[name] = measure(row.id(name), fn, row.cost, **options)
             except LabError as error:
                 if progress and is_live():
-                    progress(f"{row.id}: peer {name} left out: {str(error).splitlines()[0][:160]}")
+                    progress(f"{row.id()}: peer {name} left out: {str(error).splitlines()[0][:160]}")
         results.append(Result(row, ours, peers))
         if progress:
             progress(line(results[-1]))

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
-from kernels import flash_attention, gemm, gemm_rms_norm, kv_cache, paged_attention, rms_norm, rope, silu_mul, transpose
+from kernels import (
+    flash_attention,
+    gemm,
+    gemm_rms_norm,
+    kv_cache,
+    paged_attention,
+    paged_extend,
+    rms_norm,
+    rope,
+    silu_mul,
+    transpose,
+)
 from kernels.op import Cost
 from labkit.measure.bench import Row
 
@@ -29,11 +41,14 @@ def _liger(name: str):
     """An operator of liger-kernel, where that is installed; the import's error names it otherwise."""
 
     def call(*args):
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         if name == "rms_norm":
             return LigerRMSNormFunction.apply(*args, EPS, 0.0, "llama", False)
+        if name == "add_rms_norm":
+            return LigerFusedAddRMSNormFunction.apply(*args, EPS, 0.0, "llama", False)
         return LigerSiLUMulFunction.apply(*args)
 
     return call
@@ -62,7 +77,10 @@ def _norms() -> list[Row]:
                 "add_rms_norm", f"{n // 2}x{width}", Cost(bytes_add // 2, 5 * n * width // 2),
                 lambda n=n, width=width: (_randn(n // 2, width), _randn(n // 2, width), _randn(width)),
                 lambda x, r, w: rms_norm.add_rms_norm_triton(x, r, w, EPS),
-                {"torch.compile": lambda x, r, w: _compiled(rms_norm.add_rms_norm_reference)(x, r, w, EPS)},
+                {
+                    "torch.compile": lambda x, r, w: _compiled(rms_norm.add_rms_norm_reference)(x, r, w, EPS),
+                    "liger": lambda x, r, w: _liger("add_rms_norm")(x, r, w),
+                },
                 goal=0.95,
             )
         )  # fmt: skip
@@ -97,16 +115,25 @@ def _elementwise() -> list[Row]:
             },
             goal=0.95,
         ),
-        Row("rope", f"{tokens}x({heads}+{kv_heads})x{dim}", Cost(turned, 0), rope_inputs, rope.rope_triton, goal=0.90),
+        Row(
+            "rope", f"{tokens}x({heads}+{kv_heads})x{dim}", Cost(turned, 0), rope_inputs, rope.rope_triton,
+            {"torch.compile": lambda q, k, at, table: _compiled(rope.rope_reference)(q, k, at, table)}, goal=0.90,
+        ),
         Row(
             "scatter", f"{tokens}x{kv_heads}x{dim}", Cost(4 * tokens * kv_heads * dim * 2 + 8 * tokens, 0),
-            scatter_inputs, kv_cache.scatter_triton, goal=0.90,
+            scatter_inputs, kv_cache.scatter_triton, {"index_put_": _index_put}, goal=0.90,
         ),
         Row(
             "transpose", f"{side}x{side}", Cost(4 * side * side, 0), lambda: (_randn(side, side),),
             transpose.transpose_triton, {"t().contiguous()": lambda x: x.t().contiguous()}, goal=0.90,
         ),
     ]  # fmt: skip
+
+
+def _index_put(k, v, k_cache, v_cache, slots):
+    page = k_cache.shape[2]
+    for new, pages in ((k, k_cache), (v, v_cache)):
+        pages.transpose(1, 2)[slots // page, slots % page] = new
 
 
 def _sdpa(backend: SDPBackend, causal: bool):
@@ -162,10 +189,60 @@ def _decode() -> list[Row]:
             return _randn(batch, heads, dim), *caches, table, torch.full((batch,), context, device="cuda").int()
 
         cost = Cost(kv + 4 * batch * heads * dim, 4 * batch * context * heads * dim)
-        ours = paged_attention.paged_decode
         rows.append(
-            Row("paged_decode", f"B{batch} ctx {context}", cost, inputs, ours, ceiling="read", goal=goal, method=method)
-        )
+            Row(
+                "paged_decode", f"B{batch} ctx {context}", cost, inputs, paged_attention.paged_decode,
+                {
+                    "cuDNN, contiguous": _contiguous(SDPBackend.CUDNN_ATTENTION),
+                    "FlashAttention-2, contiguous": _contiguous(SDPBackend.FLASH_ATTENTION),
+                },
+                ceiling="read", goal=goal, method=method,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _contiguous(backend: SDPBackend):
+    """SDPA over as many bytes of keys and values that lie side by side: what paging must not lose against."""
+
+    def call(q, k_cache, v_cache, table, seq_lens):
+        batch, (_, kv_heads, _, dim) = q.shape[0], k_cache.shape
+        k, v = (c[1:].view(batch, kv_heads, -1, dim) for c in (k_cache, v_cache))
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
+
+    return call
+
+
+def _extend() -> list[Row]:
+    """A chunk of a long prompt: new tokens that look at a paged prefix and at each other."""
+    heads, kv_heads, dim, page = 32, 8, 128, 16
+    rows = []
+    for new, context in ((512, 8192), (2048, 8192)):
+        pairs = new * (context - new) + new * (new + 1) // 2
+
+        def inputs(new=new, context=context):
+            pages = context // page
+            caches = [_randn(pages + 1, kv_heads, page, dim) for _ in range(2)]
+            table = (torch.randperm(pages, device="cuda") + 1).int().view(1, pages)
+            lengths, bounds = (torch.tensor(t, dtype=torch.int32, device="cuda") for t in ([context], [0, new]))
+            return _randn(new, heads, dim), *caches, table, lengths, bounds
+
+        def ours(*args, new=new):
+            return paged_extend.paged_extend(*args, max_q=new)
+
+        def contiguous(q, k_cache, v_cache, table, seq_lens, bounds, backend):
+            k, v = (c[1:].view(1, kv_heads, -1, dim) for c in (k_cache, v_cache))
+            mask = causal_lower_right(q.shape[0], k.shape[2])
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True)
+
+        cost = Cost(4 * (new * heads + context * kv_heads) * dim, 4 * dim * heads * pairs)
+        peers = {
+            "FlashAttention-2, contiguous": partial(contiguous, backend=SDPBackend.FLASH_ATTENTION),
+            "efficient, contiguous": partial(contiguous, backend=SDPBackend.EFFICIENT_ATTENTION),
+        }
+        rows.append(Row("paged_extend", f"{new} of {context}", cost, inputs, ours, peers, ceiling="matmul"))
     return rows
 
 
@@ -202,4 +279,4 @@ def _norm_then_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def rows() -> list[Row]:
     """All of them, the cheap ones first."""
-    return [*_norms(), *_elementwise(), *_decode(), *_products(), *_prefill()]
+    return [*_norms(), *_elementwise(), *_decode(), *_extend(), *_products(), *_prefill()]

@@ -1,9 +1,10 @@
 """Gluon kernels on CPU threads: what the interpreter does for Triton, for as much of Gluon as Hopper kernels use.
 
-Each partition of ``warp_specialize`` runs in a thread of its own. Barriers count arrivals and bytes as mbarriers do,
-TMA copies land after a random delay and compute their addresses modulo 2**64 bytes, and a product reads its shared
-operands as late as it may: when it is waited for. So a tile that is overwritten too early gives wrong numbers, and a
-barrier that nobody completes a ``TimeoutError``. Layouts, registers, and the warps inside a partition are not modelled.
+All programs of a grid run at once, and each partition of ``warp_specialize`` in a thread of its own. Barriers count
+arrivals and bytes as mbarriers do, TMA copies land after a random delay and compute their addresses modulo 2**64 bytes,
+and a product reads its shared operands as late as it may: when it is waited for. So a tile that is overwritten too
+early gives wrong numbers, and a barrier that nobody completes a ``TimeoutError``. Layouts, registers, and the warps
+inside a partition are not modelled.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class Shared:
 
     def store(self, value):
         self.data.copy_(value)
+
+    def load(self, layout):
+        return _tensor(self.data.clone())
 
 
 class Barrier:
@@ -134,7 +138,7 @@ class Pointer:
 
 
 class Kernel:
-    """What ``gluon.jit`` returns. ``kernel[grid](...)`` runs the programs one after the other."""
+    """What ``gluon.jit`` returns. ``kernel[grid](...)`` runs the programs side by side."""
 
     def __init__(self, fn):
         self.fn = fn
@@ -145,39 +149,46 @@ class Kernel:
     def __getitem__(self, grid):
         def run(*args, num_warps, **constants):
             arguments = [Pointer(a.reshape(-1)) if isinstance(a, torch.Tensor) else a for a in args]
-            for program in range(int(grid[0])):
-                _here.program, _here.programs = program, int(grid[0])
-                self.fn(*arguments, **constants)
+            programs = int(grid[0])
+            _side_by_side([(p, programs, self.fn, arguments, constants) for p in range(programs)], "program")
 
         return run
 
 
-_here = SimpleNamespace(program=0, programs=1)
+here = threading.local()  # program and programs of the calling thread
+_atomic = threading.Lock()
 
 
-def _allocate(dtype, shape, layout):
-    if dtype is torch.int64:
-        return Shared([Barrier() for _ in range(int(shape[0]))])
-    return Shared(torch.full([int(n) for n in shape], float("nan"), dtype=dtype))
-
-
-def _warp_specialize(partitions, worker_num_warps, worker_num_regs):
+def _side_by_side(work, what):
+    """Call every (program, programs, function, arguments, constants) in a thread of its own."""
     errors = []
 
-    def guarded(fn, args):
+    def guarded(program, programs, fn, args, constants):
+        here.program, here.programs = program, programs
         try:
-            fn(*args)
+            fn(*args, **constants)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=p, daemon=True) for p in partitions]
+    threads = [threading.Thread(target=guarded, args=w, daemon=True) for w in work]
     for t in threads:
         t.start()
     for t in threads:
         t.join(3 * TIMEOUT_S)
     if errors:
         raise errors[0]
-    assert not any(t.is_alive() for t in threads), "a partition does not end"
+    assert not any(t.is_alive() for t in threads), f"a {what} does not end"
+
+
+def _warp_specialize(partitions, worker_num_warps, worker_num_regs):
+    _side_by_side([(here.program, here.programs, fn, args, {}) for fn, args in partitions], "partition")
+
+
+def _allocate(dtype, shape, layout):
+    if dtype is torch.int64:
+        return Shared([Barrier() for _ in range(int(shape[0]))])
+    unwritten = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return Shared(torch.full([int(n) for n in shape], unwritten, dtype=dtype))
 
 
 def _copy_in(desc, where, barrier, smem):
@@ -201,8 +212,17 @@ def _load(pointer):
     return _tensor(pointer.flat[int(pointer.offset)])
 
 
+def _atomic_add(pointer, value, sem):
+    with _atomic:
+        before = _tensor(pointer.flat[int(pointer.offset)].clone())
+        pointer.flat[int(pointer.offset)] += value
+    return before
+
+
 def _store(pointer, value, mask):
-    pointer.flat[pointer.offset[mask].long()] = value[mask].to(pointer.flat.dtype).as_subclass(torch.Tensor)
+    at = pointer.offset[mask].long()
+    assert ((at >= 0) & (at < len(pointer.flat))).all(), "a store outside its tensor"
+    pointer.flat[at] = value[mask].to(pointer.flat.dtype).as_subclass(torch.Tensor)
 
 
 def _wait(num_outstanding, deps):
@@ -223,9 +243,9 @@ def _ignored(*args, **kwargs):
 
 def _language() -> dict:
     """The names that a kernel module takes from triton.experimental.gluon."""
-    layouts = dict.fromkeys(("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout"), _ignored)
+    layouts = ("NVMMADistributed", "Slice", "DotOperand", "Blocked", "SwizzledShared")
     gl = SimpleNamespace(
-        **layouts,
+        **{f"{name}Layout": _ignored for name in layouts},
         NVMMASharedLayout=SimpleNamespace(get_default_for=_ignored),
         constexpr=Constant,
         int32=torch.int32,
@@ -234,8 +254,8 @@ def _language() -> dict:
         float16=torch.float16,
         bfloat16=torch.bfloat16,
         static_range=range,
-        program_id=lambda axis: _tensor(_here.program),
-        num_programs=lambda axis: _tensor(_here.programs),
+        program_id=lambda axis: _tensor(here.program),
+        num_programs=lambda axis: _tensor(here.programs),
         cdiv=lambda a, b: -(-a // b),
         arange=lambda start, stop, layout: _tensor(torch.arange(int(start), int(stop))),
         zeros=lambda shape, dtype, layout: _tensor(torch.zeros([int(n) for n in shape], dtype=dtype)),
@@ -252,6 +272,7 @@ def _language() -> dict:
         warp_specialize=_warp_specialize,
         load=_load,
         store=_store,
+        atomic_add=_atomic_add,
     )
     return {
         "gl": gl,

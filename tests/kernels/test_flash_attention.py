@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import threading
 
 import pytest
 import torch
@@ -116,10 +117,18 @@ def hopper_takes(case) -> bool:
     return q.shape[2] in flash_hopper.HEAD_DIMS and plain and bool(k.shape[0] and q.shape[0])
 
 
-def on_threads(edit=str, sms=2):
-    """Hopper's kernel as a function with flash_attention's arguments."""
+def on_threads(edit=str, sms=2, watch=None):
+    """Hopper's kernel as a function with flash_attention's arguments. ``watch`` gets every tile, before it is told."""
     module = load_on_threads(flash_hopper, edit)
     module._sms = lambda device: sms
+    if watch:
+        publish = module._publish
+
+        def watched(board, tiles, tile):
+            watch(gluon_on_threads.here.program, [int(x) for x in tile])
+            publish(board, tiles, tile)
+
+        module._publish = watched
 
     def run(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, causal=True, scale=None):
         out = torch.full(q.shape, math.nan, dtype=q.dtype)
@@ -158,6 +167,40 @@ def test_hoppers_kernel_takes_many_tiles():
         assert same(on_threads(sms=sms)(**inputs), want), sms
 
 
+# 9 row blocks in 15 slots, two heads: the unused slots are the first, some between, and the last
+UNUSED = ((0, 1, 300, 0, 0, 140, 0, 129, 70, 0), (5, 40, 300, 9, 0, 290, 0, 129, 70, 3))
+
+
+@pytest.mark.parametrize("sms", [1, 2, 5, 100])
+def test_hoppers_programs_draw_every_tile_once(sms):
+    q, k, v, cu_q, cu_k = packed(*UNUSED, 2, 1, 64)
+    drawn = []
+    got = on_threads(sms=sms, watch=lambda program, tile: drawn.append((program, *tile)))(q, k, v, cu_q, cu_k)
+    assert same(got, OP.reference(q, k, v, cu_q, cu_k))
+    tiles = [(head, start, row) for _, head, start, _, _, _, row in drawn if head >= 0]
+    blocks = [(int(cu_q[i]), row) for i, n in enumerate(UNUSED[0]) for row in range(0, n, flash_hopper.BLOCK_M.value)]
+    assert sorted(tiles) == sorted((head, *block) for head in range(2) for block in blocks)
+    programs = min(sms, 2 * 15)
+    assert sorted(program for program, head, *_ in drawn if head < 0) == list(range(programs)), "each is told the end"
+
+
+def test_a_program_of_hoppers_kernel_that_falls_behind_draws_fewer():
+    q, k, v, cu_q, cu_k = packed(*UNUSED, 2, 1, 64)
+    drawn = {0: 0, 1: 0}
+    other_ended = threading.Event()
+
+    def watch(program, tile):
+        if program == 0 and drawn[0] == 1:
+            assert other_ended.wait(5)
+        if tile[0] >= 0:
+            drawn[program] += 1
+        elif program == 1:
+            other_ended.set()
+
+    assert same(on_threads(sms=2, watch=watch)(q, k, v, cu_q, cu_k), OP.reference(q, k, v, cu_q, cu_k))
+    assert drawn == {0: 2, 1: 16}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the copies of a broken kernel
 @pytest.mark.parametrize(
     ("flaw", "old", "new"),
@@ -169,11 +212,17 @@ def test_hoppers_kernel_takes_many_tiles():
             r"( +)s, acc = warpgroup_mma_wait\(0, deps=\[s, acc\]\)\n +(mbarrier\.arrive\(k_empty.*)\n",
             r"\1\2\n\1s, acc = warpgroup_mma_wait(0, deps=[s, acc])\n",
         ),
-        ("the turn is not passed on", r"mbarrier\.arrive\(other, count=1\)\n +s, acc", "s, acc"),
+        ("the turn is not passed on", r"mbarrier\.arrive\(others_turn, count=1\)\n +s, acc", "s, acc"),
         (
             "tiles run on into the next sequence",
             r"LIMIT, k_start \+ k_len, LIMIT - k_len \+ row",
             "0, 0, k_start + row",
+        ),
+        ("tiles are read before they are told", r"mbarrier\.wait\(told.*\n", "pass\n"),
+        (
+            "tiles are told before the last ones are read",
+            r"( +for i in gl\.static_range\(CONSUMERS\):\n +mbarrier\.wait\(q_empty(?:.*\n)+?)( +_publish\(board.*\n)",
+            r"\2\1",
         ),
         ("the diagonal is off by one", r"rows \+ shift, k_len - 1", "rows + shift + 1, k_len - 1"),
     ],
@@ -303,7 +352,8 @@ def hopper_code(head_dim, dtype, **features):
         "k_desc": box(1, 1, keys, head_dim),
         "v_desc": box(1, 1, keys, head_dim),
     }
-    signature |= {"out_desc": box(1, 1, rows, head_dim), "lse_ptr": "*fp32", "cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
+    signature |= {"out_desc": box(1, 1, rows, head_dim), "lse_ptr": "*fp32", "counter_ptr": "*i32"}
+    signature |= {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
     signature |= dict.fromkeys(("num_seqs", "tokens", "tokens_k", "slots", "heads"), "i32") | {"unit": "fp32"}
     signature = {name: kind for name, kind in signature.items() if name not in features}
     return compile_kernel(
@@ -312,7 +362,7 @@ def hopper_code(head_dim, dtype, **features):
         dict(VARLEN=True, GROUP=4, CAUSAL=True, HEAD_DIM=head_dim) | features,
         "sm_90",
         num_warps=4,
-        divisible_by_16=["lse_ptr", "cu_q_ptr", "cu_k_ptr"],
+        divisible_by_16=["lse_ptr", "counter_ptr", "cu_q_ptr", "cu_k_ptr"],
     )
 
 
@@ -333,8 +383,10 @@ def test_machine_code_of_hoppers_kernel(head_dim, dtype):
 
 
 def test_machine_code_of_hoppers_kernel_without_mask_or_lengths():
-    code = hopper_code(128, "bf16", CAUSAL=False, VARLEN=False)
-    assert code.spills <= 64 and len(re.findall(r"WARPGROUP\.DEPBAR", code.sass)) == 2 * 4, code
+    for head_dim in flash_hopper.HEAD_DIMS:
+        for features in ({"CAUSAL": False}, {"VARLEN": False}, {"CAUSAL": False, "VARLEN": False}):
+            code = hopper_code(head_dim, "bf16", **features)
+            assert code.spills == 0 and len(re.findall(r"WARPGROUP\.DEPBAR", code.sass)) == 2 * 4, code
     ones = dict.fromkeys(("num_seqs", "tokens", "tokens_k", "slots", "heads"), 1)
     for features in (ones, {"VARLEN": False, **ones}):  # integers that are 1 become constants
         assert hopper_code(64, "fp16", **features).spills == 0
@@ -403,6 +455,22 @@ def test_random_lengths(path, dtype, heads, kv_heads, head_dim, causal):
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
     again = flash_attention(q, k, v, cu_q, cu_k, causal=causal, path=path)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "a second run differs"
+
+
+@pytest.mark.gpu
+def test_a_captured_call_replays():
+    """Hopper's kernel draws tiles from a counter, which every replay has to find at zero."""
+    lengths = (1, 5000, 0, 129, 700)
+    q, k, v, cu_q, cu_k = packed(lengths, lengths, 16, 4, 128, torch.bfloat16, "cuda")
+    want = flash_attention(q, k, v, cu_q, cu_k)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = flash_attention(q, k, v, cu_q, cu_k)
+    for _ in range(3):
+        for x in got:
+            x.fill_(math.nan)
+        graph.replay()
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from kernels import gemm, rms_norm, silu_mul, transpose
 from kernels.op import Cost
 from labkit.errors import LabError
 from labkit.measure import Ceilings, Measurement, bench
+from labkit.measure.measure import _check as check_id
 
 TOP = Ceilings(copy_gb_s=4000.0, read_gb_s=4400.0, matmul_tflop_s=700.0)
 TIMES = {
@@ -78,6 +79,10 @@ def test_costs_of_the_rows_are_those_of_the_operators(monkeypatch):
     monkeypatch.setattr(bench_kernels, "_randn", empty)
     found = {row.operator + row.shape: row for row in bench_kernels.rows()}
     assert len(found) == len(bench_kernels.rows()) > 20
+    ids = [row.id(peer) for row in found.values() for peer in (None, *row.peers)]
+    assert len(set(ids)) == len(ids)
+    for id in ids:
+        check_id(id)
     costs = {
         "rms_norm": rms_norm.rms_norm_cost,
         "add_rms_norm": rms_norm.add_rms_norm_cost,
@@ -88,5 +93,5 @@ def test_costs_of_the_rows_are_those_of_the_operators(monkeypatch):
     for row in found.values():
         if row.operator in costs:
             exact = costs[row.operator](*row.inputs())
-            assert row.cost.bytes == pytest.approx(exact.bytes, rel=1e-3), row.id
-            assert row.cost.flops == pytest.approx(exact.flops, rel=0.5), row.id
+            assert row.cost.bytes == pytest.approx(exact.bytes, rel=1e-3), row.id()
+            assert row.cost.flops == pytest.approx(exact.flops, rel=0.5), row.id()
