@@ -31,14 +31,17 @@ from kernels.launch import DTYPES, arch, fits, shared_limit
 from kernels.op import Case, Cost, Op, wide
 
 # By how many rows x has at most; of each, the first that fits the GPU. Few rows want small tiles and so many programs
-# along n that w streams in everywhere at once. (At 16 x 6144 x 4096 on an H200, 16 x 32 x 256 reaches 0.96 of the plain
+# along n that w streams in everywhere at once. (At 16 x 6144 x 4096 on an H200, 16 x 32 x 256 reaches 0.97 of the plain
 # product's rate, 16 x 64 x 256 0.88; the same tiles without TMA 0.42 and 0.65.)
 LAUNCH = {
     16: (Launch(16, 32, 256, 4, 4), Launch(16, 32, 128, 4, 4), Launch(16, 32, 64, 4, 2)),
-    64: (Launch(64, 64, 64, 4, 4), Launch(64, 64, 32, 4, 2)),
+    64: (Launch(32, 32, 128, 4, 4, 2), Launch(32, 32, 64, 4, 3, 2), Launch(32, 32, 32, 4, 2, 2)),
     2**31: (Launch(128, 128, 64, 8, 4, 8), Launch(128, 128, 32, 8, 4, 8), Launch(64, 64, 32, 4, 2, 8)),
 }
 FEW_ROWS = 64  # beyond, sm_90 has a kernel of its own, ``kernels.gemm_rms_norm_hopper``
+# Tiles of 64 rows and more are multiplied asynchronously there and on sm_100. Triton 3.6 then let loads overwrite tiles
+# of x that were still to be squared (rows 10 times off on an H200), so these GPUs keep to small tiles in this kernel.
+ASYNCHRONOUS = (90, 100)
 
 
 def fold_norm_weight(w: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
@@ -152,7 +155,8 @@ def _starts_aligned(t: torch.Tensor) -> bool:
 
 def _launch(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, eps: float, tma: bool) -> None:
     (m, k), n = x.shape, w.shape[0]
-    settings = next(LAUNCH[rows] for rows in LAUNCH if m <= rows)
+    rows = min(m, FEW_ROWS) if arch(x.device) in ASYNCHRONOUS else m
+    settings = next(LAUNCH[most] for most in LAUNCH if rows <= most)
     t = next((t for t in settings if fits(t.shared_bytes(x.element_size()), x.device)), None)
     if t is None:
         need, has = min(t.shared_bytes(x.element_size()) for t in settings), shared_limit(x.device)

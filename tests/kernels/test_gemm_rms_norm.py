@@ -15,8 +15,6 @@ from kernels.gemm_rms_norm import LAUNCH, OP, fold_norm_weight
 from kernels.launch import SHARED_BYTES
 from labkit.measure.compile import ARCHITECTURES, compile_kernel
 
-TENSOR_CORE = {"sm_100": "UTCHMMA"}
-
 
 @pytest.mark.parametrize("m", [1, 70])
 def test_it_equals_norm_then_product(m):
@@ -50,6 +48,8 @@ def test_statistics_of_a_tile_would_be_another_norm():
 @pytest.mark.parametrize("rows", LAUNCH)
 def test_every_launch_compiles_without_spills(rows, arch):
     limit = SHARED_BYTES[int(arch[3:])]
+    if rows > page.FEW_ROWS and int(arch[3:]) in page.ASYNCHRONOUS:
+        return  # not launched there
     t = next(t for t in LAUNCH[rows] if t.shared_bytes(2) <= limit)
     tma = int(arch[3:]) >= 90
     if tma:
@@ -65,7 +65,7 @@ def test_every_launch_compiles_without_spills(rows, arch):
         kernel, signature, constexprs | {"PRECISION": "tf32"}, arch, num_warps=t.num_warps, num_stages=t.num_stages
     )
     assert c.spills == 0 and c.stack_bytes == 0 and c.shared_bytes <= limit, str(c)
-    assert c.count("HGMMA" if rows > 16 and arch == "sm_90" else TENSOR_CORE.get(arch, "HMMA")) or c.count("HMMA"), c
+    assert c.count("HMMA") > 0, "tensor cores, and none that run asynchronously"
     assert c.count("UTMALDG" if tma else "LDGSTS.128") > 0
 
 
@@ -81,10 +81,10 @@ def test_machine_code_of_hoppers_kernel(dtype):
     signature |= dict.fromkeys(("m", "n", "k"), "i32") | {"eps": "fp32"}
     c = compile_kernel(hopper.gemm_rms_norm_hopper_kernel, signature, {}, "sm_90", num_warps=4)
     assert c.spills == 0 and c.stack_bytes == 0 and c.shared_bytes <= SHARED_BYTES[90], str(c)
-    assert c.count("HGMMA") == 2 * depth // 16, "each of two warpgroups multiplies at one place"
+    # each of two warpgroups multiplies at two places, the loop and the last step, with x from registers
+    assert c.count("HGMMA") == 2 * 2 * depth // 16 == len(re.findall(r"HGMMA\S+ R\d+, R\d+, gdesc", c.sass))
     assert len(re.findall(r"WARPGROUP\.DEPBAR", c.sass)) == 4, "waited for once a step, not after every instruction"
-    reads = 2 * rows * depth * 2 // (32 * hopper.SQUARERS.value * 16)
-    assert c.count("LDS.128") == reads, "the squares are read 16 bytes at a time, and x nowhere else"
+    assert c.count("LDSM") == 2 * 2 * rows * depth * 2 // (128 * 16), "x is read from shared memory once a step"
     assert c.count("UTMALDG") == 3 and c.count("UTMASTG") == 2 and not c.count("LDG.128")
 
 

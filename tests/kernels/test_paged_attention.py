@@ -184,7 +184,7 @@ def test_splits_fill_the_gpu(h200):
         assert programs * splits >= min(programs * 120, 190), "SMs with less than a program and a half"
     assert decode_splits(h200, 256, 128, 2) == 1  # two programs an SM: one round, no merge
     assert decode_splits(h200, 192, 128, 2) == 2  # 384 programs on 396 places
-    assert decode_splits(h200, 512, 128, 2) == 2  # 116 programs would be alone in the second round
+    assert decode_splits(h200, 512, 128, 2) == 3  # 116 programs would be alone in the second round; now 4 full ones
     assert 30 <= decode_splits(h200, 8, 128, 2) <= 49
 
 

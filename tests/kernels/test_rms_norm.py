@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from triton import next_power_of_2
 
 from kernels import rms_norm
-from kernels.rms_norm import ADD_RMS_NORM, LAUNCH, LONG, RMS_NORM, Cost
+from kernels.rms_norm import ADD_RMS_NORM, LAUNCH, LAUNCH_ADD, LONG, RMS_NORM, Cost
 from labkit.measure.compile import ARCHITECTURES, compile_kernel
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter")
@@ -141,7 +141,8 @@ def _split(cols: int) -> tuple[int, int]:
 
 
 # (dtype, residual, main, rest): every launch of the table on one architecture, those that need most registers on all
-EVERY = [("bf16", True, *_split(cols)) for cols in LAUNCH] + [("bf16", False, 4096, 1024), ("fp32", False, 512, 64)]
+EVERY = [("bf16", residual, *_split(cols)) for cols in LAUNCH for residual in (True, False)]
+EVERY += [("bf16", False, 4096, 1024), ("fp32", False, 512, 64)]
 HEAVIEST = [("bf16", True, 32768, 32768), ("fp32", True, 16384, 16384), ("fp16", False, 32768, 32768)]
 
 
@@ -156,7 +157,8 @@ def _signature(dtype: str, residual: bool) -> tuple[dict, dict, list]:
 def test_rows_held_whole_stay_in_registers(arch):
     for dtype, residual, main, rest in HEAVIEST + EVERY * (arch == "sm_90"):
         signature, constants, pointers = _signature(dtype, residual)
-        launch, size = LAUNCH[next_power_of_2(main + rest)], 4 if dtype == "fp32" else 2
+        table, size = LAUNCH_ADD if residual else LAUNCH, 4 if dtype == "fp32" else 2
+        launch = table[next_power_of_2(main + rest)]
         assert next_power_of_2(main + rest) * size <= rms_norm.WHOLE_BYTES
         c = compile_kernel(
             rms_norm._rms_norm_kernel, {**signature, "rows": "i32"},
