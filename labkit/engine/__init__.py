@@ -1,6 +1,8 @@
 """The mini-engine. Names load on first use, so that importing the package costs nothing."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 
 _HOMES = {
     "MODELS": "presets",
@@ -15,8 +17,31 @@ _HOMES = {
     "fetch_model": "fetch",
     "verify_model": "fetch",
     "load": "loader",
+    "LLM": "llm",
+    "SamplingParams": "request",
+    "Completion": "core",
+    "Request": "request",
+    "BlockPool": "pool",
+    "Scheduler": "scheduler",
+    "Runner": "runner",
+    "Trace": "trace",
+    "TraceView": "trace_view",
+    "CostModel": "simulate",
+    "simulate": "simulate",
 }
 __all__ = sorted(_HOMES)
+
+
+class _Package(ModuleType):
+    """Python binds a submodule to its package when it is imported: ``labkit.engine.load`` would then be the module
+    load.py and no longer the function ``load``. The names above win."""
+
+    def __setattr__(self, name: str, value) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from labkit.errors import LabError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("linear", "llama3")
+ROPE_TYPES = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class ModelConfig:
     architecture: one of "llama", "mistral", "qwen2", "qwen3". They share one decoder and differ in two switches:
     ``qkv_bias`` (qwen2) and ``qk_norm`` (qwen3: RMSNorm over each query and key head before the rotary embedding).
     rope_scaling: None, or {"rope_type": "linear", "factor": f}, or Llama-3.1's {"rope_type": "llama3", "factor": …,
-    "low_freq_factor": …, "high_freq_factor": …, "original_max_position_embeddings": …}.
+    "low_freq_factor": …, "high_freq_factor": …, "original_max_position_embeddings": …}, or {"rope_type": "yarn",
+    "factor": …, "original_max_position_embeddings": …} and, where they are not YaRN's own, "beta_fast", "beta_slow",
+    "attention_factor", "mscale" with "mscale_all_dim", "truncate".
     """
 
     architecture: str
@@ -213,6 +215,9 @@ def _check_rope_scaling(scaling: dict) -> None:
     keys = ["factor"]
     if kind == "llama3":
         keys += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    if kind == "yarn":
+        keys += ["original_max_position_embeddings"]
+        keys += [k for k in ("beta_fast", "beta_slow", "attention_factor") if scaling.get(k) is not None]
     for key in keys:
         if not isinstance(scaling.get(key), (int, float)) or scaling[key] <= 0:
             raise LabError(f"rope_scaling of type {kind!r} needs a positive {key!r}, got {scaling.get(key)!r}")

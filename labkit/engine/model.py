@@ -30,7 +30,8 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
     linear (Chen et al. 2023, Position Interpolation) divides all by ``factor``. llama3 (Llama 3.1's published rule)
     divides only those with wavelengths above original / low_freq_factor, keeps those below original /
-    high_freq_factor, and blends in between, linearly in original / wavelength.
+    high_freq_factor, and blends in between, linearly in original / wavelength. yarn (Peng et al. 2023) blends in the
+    number of the pair, between those that turn beta_fast and beta_slow times within the original context.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     freqs = 1.0 / config.rope_theta**exponent
@@ -39,16 +40,51 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
         return freqs
     if scaling["rope_type"] == "linear":
         return freqs / scaling["factor"]
+    if scaling["rope_type"] == "yarn":
+        return _yarn(config, freqs)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * freqs / (2 * math.pi)  # within the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * freqs + (1 - keep) * freqs / scaling["factor"]
 
 
-def rotary_table(positions: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _yarn(config: ModelConfig, freqs: torch.Tensor) -> torch.Tensor:
+    """freqs with YaRN's scaling: fast pairs stay, slow ones are divided by ``factor``, a ramp lies in between."""
+    scaling = config.rope_scaling
+    original = scaling["original_max_position_embeddings"]
+
+    def pair(turns: float) -> float:
+        """The (fractional) pair that makes this many turns within the original context."""
+        return config.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    high += 0.001 if high == low else 0  # a ramp of no width is a step
+    divided = ((torch.arange(config.head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return (1 - divided) * freqs + divided * freqs / scaling["factor"]
+
+
+def rotary_scale(config: ModelConfig) -> float:
+    """What cosines and sines are multiplied by: 1, but for YaRN, which so raises the temperature of attention."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+
+    def stretch(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return stretch(over) / stretch(under) if over and under else stretch(1.0)
+
+
+def rotary_table(positions: torch.Tensor, freqs: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 cos and signed sin, each [n, 1, head_dim], for ``apply_rotary``. Angles need fp32: 8191 has 13 bits."""
     angles = positions.float()[:, None] * freqs
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
@@ -87,6 +123,7 @@ class Model:
         self.config, self.weights = config, weights
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
         self._freqs = inverse_frequencies(config).to(self.device)
+        self._rotary_scale = rotary_scale(config)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty KV cache that fits this model's shape, dtype and device."""
@@ -112,7 +149,7 @@ class Model:
                 raise LabError(f"the cache is for {cache.batch} sequences and ids has {batch} rows")
             cache.room_for(n)
         c, w = self.config, self.weights
-        cos, sin = rotary_table(positions, self._freqs)
+        cos, sin = rotary_table(positions, self._freqs, self._rotary_scale)
         hidden, eps = (c.hidden_size,), c.rms_eps
         x = F.embedding(ids.reshape(-1), w.embedding)  # [batch * n, hidden]: rows are tokens from here on
         with sdpa_kernel(SDPA_BACKENDS):

@@ -12,6 +12,7 @@ from labkit.errors import LabError
 from tests.engine.tiny_models import VOCABULARY, tiny_hf
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
 VARIANTS = {
     "llama, 3 queries a KV head, head size not hidden / heads": ("llama", {}),
     "mistral, no grouping": ("mistral", {}),
@@ -23,6 +24,12 @@ VARIANTS = {
         "llama",
         dict(rope_parameters=LLAMA3 | dict(original_max_position_embeddings=32, rope_theta=1e4)),
     ),
+    "yarn scaling": ("qwen3", dict(rope_parameters=YARN)),
+    "yarn scaling, its settings given": (
+        "llama",
+        dict(rope_parameters=YARN | dict(beta_fast=8.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.3, truncate=False)),
+    ),
+    "yarn scaling, its factor given": ("qwen2", dict(rope_parameters=YARN | dict(attention_factor=1.5))),
 }
 
 
