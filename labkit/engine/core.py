@@ -1,0 +1,181 @@
+"""The engine's loop: scheduler, runner and texts brought together, one step at a time.
+
+    step():  plan -> run -> tokens of the step before -> commit -> texts, ends
+
+With ``run_ahead`` the tokens that a call takes in are those of the step before the one it has started, so a GPU has its
+next step before it ends the last. Without it a call takes in what it started.
+
+Nothing that goes wrong in a step reaches beyond it: its requests end with an error, all others go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from labkit.engine.detokenize import Detokenizer
+from labkit.engine.metrics import RequestMetrics
+from labkit.engine.request import Request, SamplingParams
+from labkit.engine.runner import Logprobs, Runner, StepResult
+from labkit.engine.scheduler import Scheduler
+from labkit.engine.step import Step
+from labkit.engine.tokenizer import Tokenizer
+from labkit.errors import LabError
+
+
+@dataclass
+class Completion:
+    """What came of a request. token_ids: the new tokens; an end token, if one ended it, is the last of them, and is not
+    part of text. finish_reason: "stop" (an end token or a stop string), "length", "abort", or "error". logprobs: one
+    entry a token, if they were asked for."""
+
+    request_id: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    metrics: RequestMetrics
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+class Live:
+    """A request on its way, and what its user has of it."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+        self.request, self.text = request, Detokenizer(tokenizer, request.params.stop)
+        self.fresh: list[str] = []  # text that no stream has fetched yet
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self, token: int, logprobs: Logprobs | None) -> None:
+        """A new token; the scheduler has entered it already, and ended the request if it was its last."""
+        self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if token not in self.request.stop_ids:
+            self.fresh.append(self.text.push(token))
+
+    def end(self, reason: str, error: BaseException | None = None) -> None:
+        self.finish_reason, self.error = reason, error
+        self.fresh.append(self.text.close())
+        if self.text.stopped:  # also where the last token that max_tokens allowed completes a stop string
+            self.finish_reason = "stop"
+
+    def completion(self) -> Completion:
+        r = self.request
+        return Completion(
+            r.id,
+            r.prompt_ids,
+            self.token_ids,
+            self.text.text,
+            self.finish_reason or "",
+            RequestMetrics.of(r),
+            self.logprobs,
+        )
+
+
+class Engine:
+    """Adds, steps, aborts; safe to call from several threads. ``live``: requests that have not ended, by id."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None, run_ahead: bool):
+        self.scheduler, self.runner, self.tokenizer, self.run_ahead = scheduler, runner, tokenizer, run_ahead
+        self.live: dict[int, Live] = {}
+        self._flying: deque[tuple[Step, StepResult]] = deque()  # run, not committed
+        self._next_id = 0
+        self._lock = threading.RLock()
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0, salt=None) -> Live:
+        """Queue a request. Raises LabError, with the reason, for one that can never run."""
+        vocab = self.runner.config.vocab_size
+        with self._lock:
+            request = Request(self._next_id, prompt_ids, params, priority, cache_salt=salt)
+            for name, ids in (("prompt token", request.prompt_ids), ("stop_token_ids entry", params.stop_token_ids)):
+                for place, token in enumerate(ids):
+                    if token >= vocab:
+                        raise LabError(f"{name} {place} is {token}, outside the vocabulary 0 to {vocab - 1}")
+            live = Live(request, self.tokenizer)
+            self.scheduler.add(request)
+            self._next_id += 1
+            self.live[request.id] = live
+        return live
+
+    def abort(self, request_id: int) -> bool:
+        """End a request wherever it is -> whether it was there."""
+        with self._lock:
+            live = self.live.pop(request_id, None)
+            if live is None:
+                return False
+            self.scheduler.abort(request_id)
+            live.end("abort")
+            self._settle()
+        return True
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live) or self.scheduler.has_unfinished()
+
+    def step(self) -> list[Live]:
+        """Start a step and take in one -> the requests that have new tokens or have ended. [] if nothing is to do.
+
+        Does not raise for a step that fails; each of its requests ends with the error in ``Live.error``.
+        """
+        with self._lock:
+            step = self.scheduler.plan()
+            touched: list[Live] = []
+            if step is not None:
+                try:
+                    self._flying.append((step, self.runner.run(step)))
+                except Exception as error:
+                    while self._flying:  # in the order of planning: what ran before is taken in first
+                        touched += self._collect()
+                    return touched + self._fail(step, error)
+            elif not self._flying and self.live:
+                raise RuntimeError(f"{len(self.live)} requests are left, and the scheduler plans nothing for them")
+            if self._flying and (step is None or len(self._flying) > self.run_ahead):
+                touched += self._collect()
+            self._settle()
+            return touched
+
+    def _settle(self) -> None:
+        """If no request is left, take in the step that was started ahead for nobody: it holds blocks."""
+        while self._flying and not self.live:
+            self._collect()
+
+    def _collect(self) -> list[Live]:
+        """Take in the tokens of the oldest step that has run."""
+        step, result = self._flying.popleft()
+        try:
+            tokens, logprobs = result.token_ids(), result.logprobs()
+        except Exception as error:  # on a GPU an error may show itself only here
+            return self._fail(step, error)
+        ended = self.scheduler.commit(step, tokens)
+        touched = {}
+        for chunk, token, logprob in zip(result.chunks, tokens, logprobs, strict=True):
+            live = self.live.get(chunk.request.id)
+            if live is None:  # it ended before this commit: the chunk is void
+                continue
+            live.take(token, logprob)
+            touched[chunk.request.id] = live
+            if live.text.stopped and not chunk.request.finished:
+                self.scheduler.finish(chunk.request.id, "stop")
+                ended.append(chunk.request)
+        for request in ended:
+            if (live := self.live.pop(request.id, None)) is not None:
+                live.end(request.finish_reason)
+        return list(touched.values())
+
+    def _fail(self, step: Step, error: Exception) -> list[Live]:
+        touched = []
+        for request in self.scheduler.fail(step):
+            if (live := self.live.pop(request.id, None)) is not None:
+                live.end("error", error)
+                touched.append(live)
+        return touched

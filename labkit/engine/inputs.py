@@ -1,0 +1,183 @@
+"""What the model reads in a step, built on the host with numpy and brought to the device in one transfer.
+
+A step's chunks are packed one after the other: n tokens of s sequences.
+
+    ids         [n]       token ids; where a token is not known on the host yet, 0
+    source      [n]       -1, or the row of the token buffer in which the step before has left this token
+    positions   [n]       place of each token in its sequence
+    slots       [n]       where its key and value go: block * block_size + offset; -1 for padding
+    seq_lens    [s]       tokens of each sequence in the cache once this step has stored its own; 0 for padding
+    bounds      [s + 1]   sequence i has the tokens [bounds[i], bounds[i + 1])
+    rows        [m]       the tokens whose logits are asked for: the last one of each chunk that samples
+    tables      [s, width] block tables, 0 (the null block) past a sequence's last
+
+All are int32 and lie in one buffer, each beginning at a multiple of 16 bytes, so that kernels load whole vectors and
+are not compiled once more for each alignment. width is that of the longest sequence allowed, for a CUDA graph's sake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from labkit.engine.step import Chunk
+
+ALIGN = 4  # int32 elements
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Views of one device buffer, as in the module's head. max_q: no chunk is longer; decode: each is one token."""
+
+    ids: torch.Tensor
+    source: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    bounds: torch.Tensor
+    rows: torch.Tensor
+    tables: torch.Tensor
+    max_q: int
+    decode: bool
+
+
+def layout(tokens: int, seqs: int, width: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each array of a batch lies in the buffer: {name: (begin, end)} in elements, and the elements in all."""
+    sizes = dict(ids=tokens, source=tokens, positions=tokens, slots=tokens, seq_lens=seqs, bounds=seqs + 1, rows=seqs)
+    places, at = {}, 0
+    for name, size in (sizes | {"tables": seqs * width}).items():
+        places[name] = (at, at + size)
+        at += -(-size // ALIGN) * ALIGN
+    return places, at
+
+
+class InputBuilder:
+    """Makes a Batch of a step's chunks.
+
+    Two pinned host buffers take turns, and none is written again before the copy out of it has ended; one device buffer
+    is enough, since the copy into it waits, on the device, for the step that reads it.
+    """
+
+    def __init__(self, block_size: int, max_seqs: int, max_tokens: int, max_model_len: int, device: torch.device):
+        """max_tokens: of one step; at least max_seqs, so that all may decode."""
+        self.block_size, self.max_seqs, self.device = block_size, max_seqs, device
+        self.width = -(-max_model_len // block_size)
+        _, size = layout(max(max_tokens, max_seqs), max_seqs, self.width)
+        cuda = device.type == "cuda"
+        self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(2 if cuda else 1)]
+        self._arrays = [buffer.numpy() for buffer in self._host]
+        self._copied = [torch.cuda.Event() for _ in self._host] if cuda else []
+        self._turn = 0
+        self.buffer = torch.zeros(size, dtype=torch.int32, device=device) if cuda else None
+        self.tables = np.zeros((max_seqs, self.width), dtype=np.int32)  # a row a request, kept from step to step
+        self._rows: dict[int, tuple[int, list[int]]] = {}  # request id -> (row of tables, the blocks written there)
+        self._free = list(range(max_seqs))
+
+    def build(self, chunks: tuple[Chunk, ...], unread: Mapping[int, tuple[int, int]], pad_to: int = 0) -> Batch:
+        """The batch of ``chunks``, of at least one token each.
+
+        unread: {request id: (position, row of the token buffer)} of tokens sampled by the step before; they are read
+        on the device, also where the host knows them already. pad_to: sequences (and tokens) of a decode step to fill
+        up to, with rows that store nothing and attend to nothing.
+        """
+        counts = [chunk.count for chunk in chunks]
+        decode = max(counts) == 1
+        seqs = max(len(chunks), pad_to)
+        tokens = seqs if decode else sum(counts)
+        places, end = layout(tokens, seqs, self.width)
+        if end > len(self._host[0]) or seqs > self.max_seqs:
+            raise RuntimeError(f"a step of {tokens} tokens of {seqs} requests is more than this engine was built for")
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._host)
+        if self._copied:
+            self._copied[turn].synchronize()  # two steps back: it has ended long ago, unless steps are very short
+        array = self._arrays[turn]
+        view = {name: array[begin:stop] for name, (begin, stop) in places.items()}
+        self._fill(view, chunks, counts, unread, decode)
+        buffer = self._host[turn][:end]
+        if self.buffer is not None:
+            self.buffer[:end].copy_(buffer, non_blocking=True)
+            self._copied[turn].record()
+            buffer = self.buffer
+        wanted = sum(chunk.samples for chunk in chunks)
+        return self.views(buffer, tokens, seqs, wanted, max(counts), decode)
+
+    def views(self, buffer: torch.Tensor, tokens: int, seqs: int, wanted: int, max_q: int, decode: bool) -> Batch:
+        """The Batch in ``buffer``, int32, in the layout of ``tokens`` and ``seqs``. wanted: how many rows of logits."""
+        places, _ = layout(tokens, seqs, self.width)
+        view = {name: buffer[begin:stop] for name, (begin, stop) in places.items()}
+        view["tables"] = view["tables"].view(seqs, self.width)
+        view["rows"] = view["rows"][:wanted]
+        return Batch(**view, max_q=max_q, decode=decode)
+
+    def _fill(self, view, chunks, counts, unread, decode: bool) -> None:
+        real = len(chunks)
+        rows = np.fromiter(self._table_rows(chunks), np.intp, real)
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, real)
+        count = np.asarray(counts, np.int32)
+        bounds, n = view["bounds"], sum(counts)
+        bounds[0] = 0
+        np.cumsum(count, out=bounds[1 : real + 1])
+        ids, source = view["ids"], view["source"]
+        source[:] = -1
+        if decode:
+            ids[:real] = [chunk.request.token_ids[chunk.start] for chunk in chunks]
+            positions, of = starts, rows
+        else:
+            for chunk, begin in zip(chunks, bounds.tolist(), strict=False):
+                ids[begin : begin + chunk.count] = chunk.request.token_ids[chunk.start : chunk.start + chunk.count]
+            # token t of chunk i stands at start_i + (t - bounds_i)
+            positions = np.arange(n, dtype=np.int32) + np.repeat(starts - bounds[:real], count)
+            of = np.repeat(rows, count)
+        for i, chunk in enumerate(chunks) if unread else ():
+            position, row = unread.get(chunk.request.id, (-1, -1))
+            if chunk.start <= position < chunk.start + chunk.count:
+                source[bounds[i] + position - chunk.start] = row
+        pending = ids[:n] < 0
+        if pending.any():
+            if (source[:n][pending] < 0).any():
+                raise RuntimeError("a step reads a token that no step before it has sampled")
+            ids[:n][pending] = 0  # PENDING is no row of the embedding; the token buffer answers for it
+        view["positions"][:n] = positions
+        size = self.block_size
+        view["slots"][:n] = self.tables[of, positions // size] * size + positions % size
+        np.add(starts, count, out=view["seq_lens"][:real])
+        # Padding is written in every step: what a larger batch left here would be a stale row.
+        ids[n:], view["positions"][n:], view["slots"][n:], view["seq_lens"][real:] = 0, 0, -1, 0
+        bounds[real + 1 :] = np.arange(n + 1, n + 1 + len(bounds) - real - 1)
+        wanted = np.fromiter((chunk.samples for chunk in chunks), bool, real)
+        view["rows"][: np.count_nonzero(wanted)] = bounds[1 : real + 1][wanted] - 1
+        tables = view["tables"].reshape(-1, self.width)
+        np.take(self.tables, rows, axis=0, out=tables[:real])
+        tables[real:] = 0
+
+    def _table_rows(self, chunks):
+        """Each request's row of ``tables``, brought up to date. A table only grows while its request runs, so mostly
+        one entry is written; one that lost its blocks or was moved to others is written anew."""
+        for request in (chunk.request for chunk in chunks):
+            held = self._rows.get(request.id)
+            if held is None:
+                if not self._free:
+                    here = {chunk.request.id for chunk in chunks}
+                    for gone in [id for id in self._rows if id not in here]:
+                        self._free.append(self._rows.pop(gone)[0])
+                held = (self._free.pop(), [])
+            row, known = held
+            blocks = request.blocks
+            if known != blocks:
+                same = len(known) if known == blocks[: len(known)] else 0
+                self.tables[row, same : len(blocks)] = blocks[same:]
+                if not same:
+                    self.tables[row, len(blocks) :] = 0
+                self._rows[request.id] = (row, list(blocks))
+            yield row
+
+
+def to_device(values, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A small list or tuple of numbers on the device. The host does not wait: it is copied from pinned memory, which
+    torch does not hand out again before the copy has ended."""
+    cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=cuda).to(device, non_blocking=True)

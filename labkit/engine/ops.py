@@ -1,0 +1,42 @@
+"""The operators a step is made of, by name, so that each can be replaced by one of your own.
+
+    linear        x [n, in], weight [out, in], bias [out] or None -> [n, out]
+    rms_norm, add_rms_norm, rope, scatter, silu_mul, paged_decode, paged_extend: as the ``Op`` of that name in kernels/
+
+On CUDA the kernels' Triton versions run; on a CPU those of cpu_ops.py, which give what the references give, faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from kernels import kv_cache, paged_attention, paged_extend, rms_norm, rope, silu_mul
+from labkit.engine.cpu_ops import CpuOps
+from labkit.errors import LabError
+
+KERNELS = {
+    op.name: op
+    for op in (*rms_norm.OPS.values(), rope.OP, kv_cache.OP, silu_mul.OP, paged_attention.OP, paged_extend.OP)
+}
+NAMES = ("linear", *KERNELS)
+
+
+def resolve_ops(own: Mapping[str, Callable] | None, device: torch.device) -> tuple[dict[str, Callable], CpuOps | None]:
+    """(operators by name, the CPU operators or None): the defaults of ``device``, replaced by those of ``own``.
+
+    Raises LabError for a name that is no operator's, or a value that cannot be called.
+    """
+    own = dict(own or {})
+    for name, fn in own.items():
+        if name not in NAMES:
+            raise LabError(f"ops has no operator {name!r} to replace; the names are {', '.join(NAMES)}")
+        if not callable(fn):
+            raise LabError(f"ops[{name!r}] must be a function with the operator's signature, got {fn!r}")
+    if device.type == "cpu":
+        cpu = CpuOps()
+        return {name: getattr(cpu, name) for name in NAMES} | own, cpu
+    # The Triton function itself: asking an Op which to run costs a microsecond a call, some 300 calls a step.
+    return {"linear": F.linear, **{name: op.triton for name, op in KERNELS.items()}} | own, None

@@ -1,0 +1,119 @@
+"""The decoder over a packed batch and a paged cache: the same weights as ``Model``, every operator replaceable.
+
+    residual = embedding[ids]
+    each layer:  qkv = linear(rms_norm(residual));  rope(q, k);  cache <- k, v
+                 residual += linear(paged attention);  residual += linear(silu_mul(linear(rms_norm(residual))))
+    logits = lm_head(rms_norm(residual[rows that are asked for]))
+
+Each addition to the residual is fused with the norm that follows it, so a layer's last addition is made by the first
+norm of the next. q, k and v stay views of one fused product: rope turns q and k in place, the scatter reads k and v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
+
+from kernels.paged_attention import decode_workspace
+from kernels.paged_cache import pow2
+from kernels.rope import rope_table
+from labkit.engine.config import ModelConfig
+from labkit.engine.cpu_ops import column_major
+from labkit.engine.inputs import Batch
+from labkit.engine.kv import PagedKV
+from labkit.engine.model import SDPA_BACKENDS, Model, inverse_frequencies, rotary_scale
+from labkit.engine.ops import resolve_ops
+from labkit.errors import LabError
+
+MAX_GROUP, MAX_HEAD_DIM = 128, 256
+
+
+class PagedModel:
+    """A model that reads Batches. It has no state of its own but tables and a workspace; the cache is passed in."""
+
+    def __init__(self, model: Model, max_model_len: int, ops: Mapping[str, Callable] | None = None):
+        """Raises LabError for heads no kernel serves, a length past the model's positions, or unknown operators."""
+        self.config, self.weights, self.dtype, self.device = model.config, model.weights, model.dtype, model.device
+        check_heads(self.config)
+        if not 1 <= max_model_len <= self.config.max_positions:
+            raise LabError(
+                f"max_model_len must be from 1 to the model's {self.config.max_positions} positions, "
+                f"got {max_model_len}"
+            )
+        self.ops, self._cpu = resolve_ops(ops, self.device)
+        if self._cpu is not None:
+            column_major(self.weights)  # in place: a second copy would cost as much memory as the model
+        c = self.config
+        self._rope = rope_table(inverse_frequencies(c).to(self.device), max_model_len) * rotary_scale(c)
+        cuda = self.device.type == "cuda"
+        self._decode_options = (
+            {"workspace": decode_workspace(c.num_heads, c.num_kv_heads, c.head_dim, self.device)} if cuda else {}
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: PagedKV, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """Store the batch's keys and values, and return logits. Tokens read from ``tokens`` are put into ``batch.ids``.
+
+        tokens: int32 [max_seqs], the token buffer that ``batch.source`` points into. rows: int32 [m], the tokens of the
+        batch that are asked for (``batch.rows``); None: all of them. -> [m, vocab] in the model's dtype.
+        """
+        if self._cpu is None:
+            return self._forward(batch, kv, tokens, rows)
+        self._cpu.begin()
+        try:
+            with sdpa_kernel(SDPA_BACKENDS):
+                return self._forward(batch, kv, tokens, rows)
+        finally:
+            self._cpu.end()
+
+    def _forward(self, batch: Batch, kv: PagedKV, tokens, rows) -> torch.Tensor:
+        c, w, ops, eps = self.config, self.weights, self.ops, self.config.rms_eps
+        linear, add_rms_norm, silu_mul = ops["linear"], ops["add_rms_norm"], ops["silu_mul"]
+        # In place, so that whoever needs a step's tokens later (a repetition penalty) finds them all.
+        sampled = tokens.index_select(0, batch.source.clamp(min=0))
+        torch.where(batch.source >= 0, sampled, batch.ids, out=batch.ids)
+        residual = F.embedding(batch.ids, w.embedding)  # [n, hidden]
+        x = ops["rms_norm"](residual, w.layers[0].attn_norm, eps)
+        for i, layer in enumerate(w.layers):
+            x = linear(self._attention(layer, x, batch, kv.layers[i]), layer.attn_out)
+            x = add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = linear(silu_mul(linear(x, layer.gate_up)), layer.down)
+            if i + 1 < c.num_layers:
+                x = add_rms_norm(x, residual, w.layers[i + 1].attn_norm, eps)
+        if rows is not None:
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        return linear(add_rms_norm(x, residual, w.final_norm, eps), w.lm_head)
+
+    def _attention(self, layer, x: torch.Tensor, batch: Batch, cache) -> torch.Tensor:
+        """x: [n, hidden] -> [n, q_size]."""
+        c, ops = self.config, self.ops
+        heads, kv_heads = c.num_heads, c.num_kv_heads
+        qkv = ops["linear"](x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, c.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if c.qk_norm:
+            q, k = ops["rms_norm"](q, layer.q_norm, c.rms_eps), ops["rms_norm"](k, layer.k_norm, c.rms_eps)
+        q, k = ops["rope"](q, k, batch.positions, self._rope)
+        k_cache, v_cache = cache
+        ops["scatter"](k, v, k_cache, v_cache, batch.slots)
+        if batch.decode:
+            out = ops["paged_decode"](q, k_cache, v_cache, batch.tables, batch.seq_lens, **self._decode_options)
+        else:
+            out = ops["paged_extend"](
+                q, k_cache, v_cache, batch.tables, batch.seq_lens, batch.bounds, max_q=batch.max_q
+            )
+        return out.reshape(-1, c.q_size)
+
+
+def check_heads(config: ModelConfig) -> None:
+    """Raises LabError if the attention kernels have no tile for the model's heads."""
+    group = config.num_heads // config.num_kv_heads
+    if pow2(group) > MAX_GROUP:
+        raise LabError(
+            f"{config.num_heads} query heads on {config.num_kv_heads} KV heads are {group} a KV head; "
+            f"the attention kernels serve up to {MAX_GROUP}"
+        )
+    if config.head_dim > MAX_HEAD_DIM:
+        raise LabError(f"head_dim {config.head_dim} is too large: the attention kernels serve up to {MAX_HEAD_DIM}")

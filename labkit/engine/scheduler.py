@@ -1,0 +1,348 @@
+"""The scheduler: which tokens of which requests the next step computes, and which blocks hold them.
+
+One rule: a request closes the gap between ``num_computed`` and ``num_tokens``, under a budget of tokens for the step;
+running requests first, then waiting ones. Both lists are sorted by rank (``policy``), so the one to preempt is always
+the last that runs, and no request is preempted for one that ranks behind it.
+
+``plan`` moves a request on as if the step had run: ``num_computed`` grows, and PENDING stands in for the token to come.
+``commit`` puts the token there. So the next step can be planned while one runs:
+
+    plan 0, commit 0, plan 1, commit 1, ...         one at a time
+    plan 0, plan 1, commit 0, plan 2, commit 1, ... one step ahead; the same code
+
+If commit 0 ends a request that step 1 holds too, its chunk in step 1 is void: its token is dropped, and its blocks stay
+held until step 1 is committed. A length is known ahead, so only end tokens and ``finish`` void a chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+
+from labkit.engine.policy import pick_batch
+from labkit.engine.pool import BlockPool
+from labkit.engine.request import FINISHED, PENDING, RUNNING, SWAPPED, WAITING, Request
+from labkit.engine.roster import Roster, by_rank, take
+from labkit.engine.step import Chunk, Draft, Step
+from labkit.errors import LabError
+
+MAX_IN_FLIGHT = 2  # steps planned and not committed: the one that runs, and the one prepared meanwhile
+
+
+class Scheduler(Roster):
+    """Plans steps over ``pool``. Plain Python: it holds no tensor, and it decides everything.
+
+    options: those of ``SchedulerOptions``, which raises LabError for one out of range. clock: seconds; read once an
+    event, and nothing is decided by it. trace: a ``Trace`` that records every event, or None.
+
+    running, waiting: lists of requests, sorted by rank; preempted and swapped ones wait among the others.
+    blocked: (request id, why) of the one that stood first in the queue and was not admitted by the last plan.
+    """
+
+    def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.perf_counter, trace=None, **options):
+        super().__init__(pool, clock, trace, **options)
+        self.blocked: tuple[int, str] | None = None
+        self.preempted: list[tuple[int, str]] = []  # (request id, "recompute" or "swap") since the last step
+        self._headroom = int(self.options.watermark * pool.total)
+        if trace is not None:
+            trace.on_start(self)
+
+    def plan(self) -> Step | None:
+        """The next step; None if there is nothing to compute now (commit the step in flight, or add a request).
+
+        Raises LabError if two steps wait to be committed.
+        """
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            raise LabError(f"{len(self.in_flight)} steps are in flight: commit step {self.in_flight[0].index} first")
+        draft = Draft(self.next_index, self.options.max_batched_tokens, self.clock())
+        self._plan_running(draft)
+        self._plan_waiting(draft)
+        step = None
+        if draft.chunks or draft.swap_out:
+            transfers = tuple(draft.copies), tuple(draft.swap_out), tuple(draft.swap_in)
+            step = Step(draft.index, tuple(draft.chunks), *transfers)
+            self.in_flight.append(step)
+            self.next_index += 1
+        if self.trace is not None and (step or draft.changed):
+            self.trace.on_plan(self, step, draft)
+        if step:
+            self.preempted = []
+        return step
+
+    def _plan_running(self, draft: Draft) -> None:
+        """Every running request gets on. Those that sample get one token each; what is left goes to unfinished prompts
+        in order of rank, but for one token for each request behind: a long prompt must not hold up the others."""
+        index, shift, chunks, budget = draft.index, self.pool.shift, draft.chunks, draft.budget
+        behind = len(self.running)
+        for request in self.running:  # preemption pops from the end of this list, never one already served
+            behind -= 1
+            tokens = request.token_ids
+            have, start = len(tokens), request.num_computed
+            if have >= request.limit:
+                continue  # its last token is being sampled, and is never fed back
+            end = have if have - start == 1 else min(have, start + budget - behind)
+            if end > len(request.blocks) << shift:
+                need = self.pool.blocks_for(end) - len(request.blocks)
+                if not self._make_room(need, request, draft):
+                    draft.closed = draft.closed or "a running request is short of blocks"
+                    continue
+                self._grow(request, need, draft)
+            chunks.append(Chunk(request, start, end - start, end == have))
+            request.num_computed, request.last_step = end, index
+            budget -= end - start
+            if end == have:
+                tokens.append(PENDING)
+        draft.budget = budget
+
+    def _grow(self, request: Request, need: int, draft: Draft) -> None:
+        blocks = self.pool.allocate(need)
+        request.blocks += blocks
+        draft.grown.append((request.id, blocks))
+
+    def _make_room(self, need: int, request: Request, draft: Draft) -> bool:
+        """Free blocks for ``request`` until ``need`` are there -> whether it can go on in this step."""
+        while self.pool.num_available < need:
+            last = self.running[-1]
+            if self._ended or last.num_tokens >= last.limit:
+                return False  # blocks come back with the next commit, which costs less than to preempt
+            if self._forks:
+                self._drop_fork(draft)
+                continue
+            victim = self.running.pop()
+            self._preempt(victim, draft)
+            if victim is request:
+                return False
+        return True
+
+    def _drop_fork(self, draft: Draft) -> None:
+        """The fork that would be admitted last gives its shared blocks back, and will compute its tokens itself."""
+        fork = max(self._forks.values(), key=by_rank)
+        del self._forks[fork.id]
+        self._release(fork)
+        fork.num_computed = 0
+        draft.changed = True
+
+    def _preempt(self, victim: Request, draft: Draft) -> None:
+        """Take a running request's blocks. It waits again, in the place its rank gives it: before all that came later.
+
+        It may be in flight. Its token will be committed all the same, and the blocks are read by that step before a
+        later one overwrites them, since steps run in order.
+        """
+        filled = self.pool.blocks_for(victim.num_computed)
+        if self.options.preemption == "swap" and filled <= self.host.num_available:
+            victim.host_blocks = self.host.allocate(filled)
+            draft.swap_out += zip(victim.blocks, victim.host_blocks, strict=False)
+            victim.status, how = SWAPPED, "swap"
+        else:
+            victim.num_computed = 0  # its outputs count as prompt from now on
+            victim.status, how = WAITING, "recompute"
+        self._release(victim)
+        victim.num_preemptions += 1
+        insort(self.waiting, victim, key=by_rank)
+        self.preempted.append((victim.id, how))
+        draft.closed, draft.changed = "a request was preempted in this step", True
+
+    def _plan_waiting(self, draft: Draft) -> None:
+        """Admit waiting requests in order of rank. Who cannot come in stops those behind, or it might wait for ever."""
+        self.blocked = None
+        while self.waiting and (request := self._next(draft)) is not None:
+            why = draft.closed or self._admit(request, draft)
+            if why is None:
+                continue
+            if why.startswith("blocks") and self._forks and not self.running and not self._ended:
+                self._drop_fork(draft)  # forks that wait must not keep each other from running
+                continue
+            self.blocked = request.id, why
+            return
+
+    def _next(self, draft: Draft) -> Request | None:
+        """The waiting request to be admitted next: the first, or in static batching the first of the batch."""
+        if self.options.batching == "continuous":
+            return self.waiting[0]
+        if not self._batch and not self.running:
+            bucketed = self.options.batching == "bucketed"
+            self._batch = {r.id for r in pick_batch(self.waiting, self.options.max_num_seqs, bucketed)}
+            draft.changed = True
+        member = next((r for r in self.waiting if r.id in self._batch), None)
+        if member is None:
+            self.blocked = self.waiting[0].id, "batch: it waits for the batch that runs to end"
+        return member
+
+    def _admit(self, request: Request, draft: Draft) -> str | None:
+        """Let a waiting request run and put its first chunk into the step -> None, or why it has to wait.
+
+        It gets blocks for all the tokens it has, even if the step computes only some: admitted by the first chunk
+        alone, two long prompts could each hold half the pool and preempt one another for ever.
+        """
+        pool, have = self.pool, request.num_tokens
+        if len(self.running) >= self.options.max_num_seqs:
+            return f"seats: {len(self.running)} of {self.options.max_num_seqs} are taken"
+        if self.in_flight and request.last_step >= self.in_flight[0].index:
+            return "sampling: its last token is not known yet"
+        computed, copy = request.num_computed, False
+        known = request.token_ids if not computed else ()  # a fork or a swapped request has its tokens computed
+        hits, prefix = pool.match(known, (request.cache_salt, request.cache_extra))
+        if request.blocks:
+            copy = bool(computed & (pool.block_size - 1)) and pool.must_copy(request.blocks[-1])
+        computed += len(hits) << pool.shift
+        gap = have - computed
+        count = min(gap, draft.budget)
+        whole = self.options.chunked_prefill or gap > self.options.max_batched_tokens  # the latter after a preemption
+        if count < 1 or (count < gap and not whole):
+            return f"budget: it needs {1 if whole else gap} tokens, the step has {draft.budget} left"
+        need = pool.blocks_for(have) - len(request.blocks) - len(hits) + copy
+        # Hits that lie in the queue are counted as available, and taking them makes them unavailable.
+        left = pool.num_available - pool.num_queued(hits)
+        if need + (self._headroom if self.running else 0) > left:
+            return f"blocks: it needs {need}, the pool has {left}"
+        self._seat(request, hits, prefix, copy, draft)
+        if known:
+            self._count_hits(request, computed)
+        end = computed + count
+        draft.chunks.append(Chunk(request, computed, count, end == have))
+        draft.budget -= count
+        request.num_computed, request.last_step = end, draft.index
+        if end == have:
+            request.token_ids.append(PENDING)
+        return None
+
+    def _seat(self, request: Request, hits: list[int], prefix, copy: bool, draft: Draft) -> None:
+        """Give an admitted request its blocks and its place among the running."""
+        pool = self.pool
+        if request.blocks:
+            del self._forks[request.id]
+            if self.trace is not None:
+                self.trace.on_release(request)  # its table is told anew, since its last block may change
+            if copy:
+                draft.copies.append(pool.unshare(request.blocks, len(request.blocks) - 1))
+        else:
+            pool.touch(hits)  # before allocate, which would hand out the very blocks that were hit
+            request.blocks, request.num_hashed, request.prefix = hits, len(hits), prefix
+        request.blocks += pool.allocate(pool.blocks_for(request.num_tokens) - len(request.blocks))
+        if request.host_blocks:
+            # No step swaps out and in at once, so these host blocks are read before another request's are written.
+            draft.swap_in += zip(request.host_blocks, request.blocks, strict=False)
+            self.host.free(request.host_blocks)
+            request.host_blocks = []
+        draft.grown.append((request.id, list(request.blocks)))
+        take(self.waiting, request)
+        insort(self.running, request, key=by_rank)
+        request.status = RUNNING
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = draft.now
+
+    def _count_hits(self, request: Request, hits: int) -> None:
+        stats = self.pool.stats
+        if request.num_preemptions:
+            stats.resumed_queries += request.num_tokens
+            stats.resumed_hits += hits
+        else:
+            stats.queries += request.num_tokens
+            stats.hits += hits
+            request.num_cached = hits
+
+    # ---- committing
+
+    def commit(self, step: Step, tokens: Mapping[int, int] | Sequence[int] = ()) -> list[Request]:
+        """Enter the tokens that ``step`` sampled -> the requests that ended with it.
+
+        tokens: a list in the order of ``step.sampling``, or a dict by request id, which may leave out requests that
+        have ended. Raises LabError, with nothing changed, if this is not the oldest step in flight or a token is
+        missing.
+        """
+        self._check_due(step)
+        values = self._values(step, tokens)
+        now = self.clock()
+        ended = self._commit(step, values, now)
+        if self.trace is not None:
+            self.trace.on_commit(now, step, values, ended)
+        return ended
+
+    def _commit(self, step: Step, values: Sequence[int | None], now: float) -> list[Request]:
+        self.in_flight.popleft()
+        ended: list[Request] = []
+        token_of = iter(values)
+        shift, index, caching = self.pool.shift, step.index, self.pool.prefix_caching
+        for request, start, count, samples in step.chunks:
+            token = next(token_of) if samples else None
+            if request.status == FINISHED:  # the chunk is void
+                if request.last_step == index and self._ended.pop(request.id, None):
+                    self._release(request)
+                continue
+            end, reason = start + count, None
+            if samples:
+                request.token_ids[end] = token
+                request.token_times_s.append(now)
+                if token in request.stop_ids:
+                    reason = "stop"
+                elif end + 1 >= request.limit:
+                    reason = "length"
+            if caching and end >> shift > request.num_hashed and request.status == RUNNING:
+                self._register(request, end >> shift)
+            if reason:
+                if request.status != RUNNING:  # it was preempted while this step ran
+                    take(self.waiting, request)
+                self._end(request, reason, now)
+                ended.append(request)
+        if ended:
+            self.running = [r for r in self.running if r.status == RUNNING]
+        return ended
+
+    def _check_due(self, step: Step) -> None:
+        if not self.in_flight or self.in_flight[0] is not step:
+            due = f"step {self.in_flight[0].index}" if self.in_flight else "none"
+            raise LabError(f"step {step.index} is not the one to be committed next; that is {due}")
+
+    def _values(self, step: Step, tokens: Mapping[int, int] | Sequence[int]) -> Sequence[int | None]:
+        """The tokens of the sampling chunks, in order; None for one that is void and was not given."""
+        if isinstance(tokens, Mapping):
+            lacking = [c.request.id for c in step.sampling if c.request.id not in tokens and not c.request.finished]
+            if lacking:
+                raise LabError(f"step {step.index} samples for request {lacking[0]}, and no token was given for it")
+            return [tokens.get(c.request.id) for c in step.sampling]
+        wanted = sum([c.samples for c in step.chunks])
+        if len(tokens) != wanted:
+            raise LabError(f"step {step.index} samples {wanted} tokens, got {len(tokens)}")
+        return tokens
+
+    def _register(self, request: Request, full: int) -> None:
+        """Let the prefix cache find the first ``full`` blocks. They are computed, and their tokens are known."""
+        size = self.pool.block_size
+        for i in range(request.num_hashed, full):
+            tokens = request.token_ids[i * size : (i + 1) * size]
+            request.prefix = self.pool.register(request.blocks[i], tokens, request.prefix)
+        request.num_hashed = full
+
+    def fail(self, step: Step) -> list[Request]:
+        """Commit a step that did not run to its end: its requests finish with reason "error", all others go on.
+
+        What it should have written is not trusted: no block of it is registered, requests that it swapped out and forks
+        that share its blocks are computed again, and what the step after it took from there ends with it.
+        -> the requests that ended.
+        """
+        self._check_due(step)
+        now = self.clock()
+        hosts = {host for _, host in step.swap_out}
+        blocks = {to for pairs in (step.copies, step.swap_in) for _, to in pairs}
+        for request, start, count, _ in step.chunks:
+            blocks.update(request.blocks[start >> self.pool.shift : self.pool.blocks_for(start + count)])
+        for later in list(self.in_flight)[1:]:
+            blocks.update(to for source, to in later.copies if source in blocks)
+            blocks.update(to for source, to in later.swap_in if source in hosts)
+        ended = [chunk.request for chunk in step.chunks if not chunk.request.finished]
+        ended += [r for r in self.running if r not in ended and blocks.intersection(r.blocks)]
+        for request in ended:
+            self._finish(request, "error", now)
+        for request in self.waiting:
+            if blocks.intersection(request.blocks):
+                del self._forks[request.id]
+                self._release(request)
+                request.num_computed = 0
+            if hosts.intersection(request.host_blocks):
+                self.host.free(request.host_blocks)
+                request.host_blocks, request.num_computed, request.status = [], 0, WAITING
+        self._commit(step, [None] * len(step.sampling), now)
+        if self.trace is not None:
+            self.trace.on_fail(now, step)
+        return ended
