@@ -31,15 +31,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ROWS = gl.constexpr(64)  # of a warpgroup: one m64 product
 BLOCK_M = gl.constexpr(128)  # two of them
-BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(64)  # 128 bytes, the width of a swizzled row
-STAGES = gl.constexpr(3)
+# By BLOCK_N, what fits into shared memory. The widest tile is taken that leaves no SM without one.
+STAGES = {256: 3, 128: 5, 64: 7}
 GROUP = gl.constexpr(8)  # tile rows that are taken together, so that neighbours share tiles in L2
 REGISTERS = gl.constexpr(240)  # a thread that multiplies: 128 sums, and two steps of x, 16 each; 24 for the producer
 
 
 @gluon.jit
-def _place(pid, m, n):
+def _place(pid, m, n, BLOCK_N: gl.constexpr):
     """The tile (row, column) of position ``pid``: bands of GROUP tile rows, each band column after column."""
     tiles_m, tiles_n = gl.cdiv(m, BLOCK_M), gl.cdiv(n, BLOCK_N)
     band = pid // (GROUP * tiles_n)
@@ -49,11 +49,11 @@ def _place(pid, m, n):
 
 
 @gluon.jit
-def _producer(x_desc, w_desc, ring, m, n, k):
+def _producer(x_desc, w_desc, ring, m, n, k, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     x_smem, w_smem, full, empty = ring
     done = 0  # steps along k so far, in all tiles
     for pid in range(gl.program_id(0), gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N), gl.num_programs(0)):
-        tile_m, tile_n = _place(pid, m, n)
+        tile_m, tile_n = _place(pid, m, n, BLOCK_N)
         for start in range(0, k, BLOCK_K):
             place = done % STAGES
             mbarrier.wait(empty.index(place), ((done // STAGES) & 1) ^ 1)
@@ -66,7 +66,7 @@ def _producer(x_desc, w_desc, ring, m, n, k):
 
 
 @gluon.jit
-def _fetch(ring, done, ME: gl.constexpr, A: gl.constexpr):
+def _fetch(ring, done, ME: gl.constexpr, A: gl.constexpr, STAGES: gl.constexpr):
     """This warpgroup's rows of x for step ``done``, once they have come, as the tensor cores want them."""
     x_smem, _w_smem, full, _empty = ring
     mbarrier.wait(full.index(done % STAGES), (done // STAGES) & 1)
@@ -80,21 +80,21 @@ def _squares(x):
 
 
 @gluon.jit
-def _multiplier(ME: gl.constexpr, out_desc, ring, o_smem, m, n, k, eps):
+def _multiplier(ME: gl.constexpr, out_desc, ring, o_smem, m, n, k, eps, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Rows ME * ROWS onwards of each tile."""
     _x_smem, w_smem, _full, empty = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     done = 0
     for pid in range(gl.program_id(0), gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N), gl.num_programs(0)):
-        tile_m, tile_n = _place(pid, m, n)
+        tile_m, tile_n = _place(pid, m, n, BLOCK_N)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
         squares = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
-        x = _fetch(ring, done, ME, A)
+        x = _fetch(ring, done, ME, A, STAGES)
         for _start in range(BLOCK_K, k, BLOCK_K):
             acc = warpgroup_mma(x, w_smem.index(done % STAGES).permute((1, 0)), acc, is_async=True)
             squares += _squares(x)
-            ahead = _fetch(ring, done + 1, ME, A)
+            ahead = _fetch(ring, done + 1, ME, A, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(done % STAGES), count=1)  # w is multiplied; x was in registers before
             x = ahead
@@ -122,6 +122,8 @@ def gemm_rms_norm_hopper_kernel(
     n,
     k,
     eps,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_K], x_desc.layout)
@@ -135,9 +137,9 @@ def gemm_rms_norm_hopper_kernel(
     ring = (x_smem, w_smem, full, empty)
     gl.warp_specialize(
         [
-            (_multiplier, (0, out_desc, ring, o_smem, m, n, k, eps)),
-            (_multiplier, (1, out_desc, ring, o_smem, m, n, k, eps)),
-            (_producer, (x_desc, w_desc, ring, m, n, k)),
+            (_multiplier, (0, out_desc, ring, o_smem, m, n, k, eps, BLOCK_N, STAGES)),
+            (_multiplier, (1, out_desc, ring, o_smem, m, n, k, eps, BLOCK_N, STAGES)),
+            (_producer, (x_desc, w_desc, ring, m, n, k, BLOCK_N, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -161,14 +163,17 @@ def launch(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, eps: float) -> N
     All rows start at multiples of 16 bytes, for TMA.
     """
     (m, k), n = x.shape, w.shape[0]
-    tiles = triton.cdiv(m, BLOCK_M.value) * triton.cdiv(n, BLOCK_N.value)
-    gemm_rms_norm_hopper_kernel[(min(_sms(x.device), tiles),)](
+    sms, tiles_m = _sms(x.device), triton.cdiv(m, BLOCK_M.value)
+    block_n = next((b for b in STAGES if tiles_m * triton.cdiv(n, b) >= sms), min(STAGES))
+    gemm_rms_norm_hopper_kernel[(min(sms, tiles_m * triton.cdiv(n, block_n)),)](
         _boxes(x, ROWS.value, BLOCK_K.value),
-        _boxes(w, BLOCK_N.value, BLOCK_K.value),
-        _boxes(out, ROWS.value, BLOCK_N.value),
+        _boxes(w, block_n, BLOCK_K.value),
+        _boxes(out, ROWS.value, block_n),
         m,
         n,
         k,
         eps,
+        BLOCK_N=block_n,
+        STAGES=STAGES[block_n],
         num_warps=4,
     )

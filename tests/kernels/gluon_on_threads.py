@@ -267,6 +267,7 @@ def _language() -> dict:
         sum=lambda x, axis: x.sum(axis),
         exp2=torch.exp2,
         log2=torch.log2,
+        rsqrt=torch.rsqrt,
         convert_layout=lambda x, layout: x,
         allocate_shared_memory=_allocate,
         warp_specialize=_warp_specialize,

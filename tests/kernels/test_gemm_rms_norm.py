@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from kernels import gemm_rms_norm_hopper as hopper
 from kernels.gemm_rms_norm import LAUNCH, OP, fold_norm_weight
 from kernels.launch import SHARED_BYTES
 from labkit.measure.compile import ARCHITECTURES, compile_kernel
+from tests.kernels import gluon_on_threads
+from tests.kernels.gluon_on_threads import load_on_threads
 
 
 @pytest.mark.parametrize("m", [1, 70])
@@ -33,6 +36,51 @@ def test_descriptors_give_the_same(m, n, k):
     x, w, out = torch.randn(m, k), torch.randn(n, k), torch.full((m, n), float("nan"))
     page._launch(x, w, out, 1e-5, tma=True)
     assert torch.allclose(out, OP.reference(x, w, 1e-5), rtol=1e-4, atol=1e-4)
+
+
+def on_threads(m, n, k, edit=str, sms=3):
+    """(what Hopper's kernel writes, what is right), its barriers and copies played by CPU threads."""
+    module = load_on_threads(hopper, edit)
+    module._sms = lambda device: sms
+    x, w, out = torch.randn(m, k), torch.randn(n, k), torch.full((m, n), float("nan"))
+    module.launch(x, w, out, 1e-5)
+    return out, OP.reference(x, w, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sms"), [(1, 8, 8, 3), (130, 300, 64, 3), (200, 520, 1000, 2), (129, 100, 260, 132)]
+)
+def test_hoppers_barriers_let_every_tile_through(m, n, k, sms):
+    got, want = on_threads(m, n, k, sms=sms)
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+FREED = "            mbarrier.arrive(empty.index(done % STAGES), count=1)"
+MULTIPLIED = "            acc = warpgroup_mma_wait(0, deps=[acc])\n"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (MULTIPLIED + FREED, FREED + "\n" + MULTIPLIED),
+        ("mbarrier.init(empty.index(i), count=2)", "mbarrier.init(empty.index(i), count=1)"),
+        ("((done // STAGES) & 1) ^ 1", "((done // STAGES) & 1)"),
+        ("squares += _squares(x)\n            ahead", "ahead"),
+    ],
+)
+def test_a_flaw_in_the_protocol_is_seen(right, wrong, monkeypatch):
+    monkeypatch.setattr(gluon_on_threads, "TIMEOUT_S", 1.0)
+    source = Path(hopper.__file__).read_text()
+    assert right in source
+
+    def seen() -> bool:
+        try:
+            got, want = on_threads(200, 520, 1000, lambda text: text.replace(right, wrong), sms=2)
+        except (TimeoutError, AssertionError):
+            return True
+        return not torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+    assert any(seen() for _ in range(5))
 
 
 def test_statistics_of_a_tile_would_be_another_norm():
@@ -70,16 +118,18 @@ def test_every_launch_compiles_without_spills(rows, arch):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_machine_code_of_hoppers_kernel(dtype):
+@pytest.mark.parametrize("columns", hopper.STAGES)
+def test_machine_code_of_hoppers_kernel(dtype, columns):
     kind = gl.bfloat16 if dtype == "bf16" else gl.float16
 
     def box(*shape):
         return f"tensordesc<{dtype}{list(shape)},{gl.NVMMASharedLayout.get_default_for(list(shape), kind)!r}>"
 
-    rows, columns, depth = hopper.ROWS.value, hopper.BLOCK_N.value, hopper.BLOCK_K.value
+    rows, depth = hopper.ROWS.value, hopper.BLOCK_K.value
     signature = {"x_desc": box(rows, depth), "w_desc": box(columns, depth), "out_desc": box(rows, columns)}
     signature |= dict.fromkeys(("m", "n", "k"), "i32") | {"eps": "fp32"}
-    c = compile_kernel(hopper.gemm_rms_norm_hopper_kernel, signature, {}, "sm_90", num_warps=4)
+    constexprs = {"BLOCK_N": columns, "STAGES": hopper.STAGES[columns]}
+    c = compile_kernel(hopper.gemm_rms_norm_hopper_kernel, signature, constexprs, "sm_90", num_warps=4)
     assert c.spills == 0 and c.stack_bytes == 0 and c.shared_bytes <= SHARED_BYTES[90], str(c)
     # each of two warpgroups multiplies at two places, the loop and the last step, with x from registers
     assert c.count("HGMMA") == 2 * 2 * depth // 16 == len(re.findall(r"HGMMA\S+ R\d+, R\d+, gdesc", c.sass))
