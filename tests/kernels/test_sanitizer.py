@@ -12,8 +12,6 @@ import pytest
 
 from tests.kernels.harness import all_ops
 
-WARP_SPECIALISED = {"flash_attention", "gemm_rms_norm"}
-
 
 def sanitize(tool: str, args: list[str]) -> str:
     """Run ``python ARGS`` under ``tool`` and return what was printed; each tensor is an allocation of its own."""
@@ -29,8 +27,6 @@ def sanitize(tool: str, args: list[str]) -> str:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 @pytest.mark.parametrize("name", all_ops())
 def test_no_operator_is_found_at_fault(name, tool):
-    if tool == "racecheck" and name in WARP_SPECIALISED:
-        pytest.skip("racecheck does not follow mbarriers that TMA completes")
     said = sanitize(tool, ["-m", "tests.kernels.sanitize", name])
     assert f"{len(all_ops()[name].cases)} cases ran" in said
     assert re.search(r"(ERROR|RACECHECK) SUMMARY: 0 (errors|hazards)", said), said[-2000:]
