@@ -27,8 +27,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import gemm_rms_norm_hopper as hopper
 from kernels.gemm import Launch, place
+from kernels.gemv import gemv
 from kernels.launch import DTYPES, arch, fits, shared_limit
 from kernels.op import Case, Cost, Op, wide
+from kernels.skinny_gemm import skinny_gemm, takes
 
 # By how many rows x has at most; of each, the first that fits the GPU. Few rows want small tiles and so many programs
 # along n that w streams in everywhere at once. At 16 x 6144 x 4096 on an H200, 16 x 32 x 256 reaches 0.91 of the plain
@@ -143,7 +145,11 @@ def gemm_rms_norm_triton(x: torch.Tensor, w: torch.Tensor, eps: float = 1e-6) ->
     out = torch.empty((m, n), device=x.device, dtype=x.dtype)
     if out.numel():
         tma = x.is_cuda and arch(x.device) >= 90 and all(_starts_aligned(t) for t in (x, w, out))
-        if tma and arch(x.device) == 90 and m > FEW_ROWS and x.dtype != torch.float32:
+        if m == 1:
+            gemv(x, w, eps=eps, out=out)
+        elif takes(x, w):
+            skinny_gemm(x, w, eps, out)
+        elif tma and arch(x.device) == 90 and m > FEW_ROWS and x.dtype != torch.float32:
             hopper.launch(x, w, out, eps)
         else:
             _launch(x, w, out, eps, tma)

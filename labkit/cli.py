@@ -18,10 +18,15 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--full", action="store_true", help="also verify the model's checksum")
     model = commands.add_parser("model", help="fetch and verify a model, and convert it for fast loading")
     model.add_argument("name", nargs="?", default="smollm2-135m")
-    bench = commands.add_parser("bench", help="measure every operator beside its ceiling and its peers")
-    bench.add_argument("what", choices=["kernels"], help="what to measure")
+    bench = commands.add_parser("bench", help="measure every operator, or the engine, beside its ceiling and its peers")
+    bench.add_argument("what", choices=["kernels", "engine"], help="what to measure")
     bench.add_argument("--record", help="also write the measurements into this recording")
-    bench.add_argument("operators", nargs="*", help="only these operators (all, if none is given)")
+    bench.add_argument("operators", nargs="*", help="kernels: only these operators (all, if none is given)")
+    bench.add_argument("--model", default="llama-3-8b", help="engine: a shape, with random weights (llama-3-8b)")
+    bench.add_argument("--batches", type=int, nargs="+", help="engine: only these batch sizes")
+    bench.add_argument("--no-eager", action="store_true", help="engine: only with CUDA graphs")
+    bench.add_argument("--no-peer", action="store_true", help="engine: without transformers beside it")
+    bench.add_argument("--profile", action="store_true", help="engine: where the time of a decode step goes")
     record = commands.add_parser("record", help="take the labs' measurements on this GPU and write its recording")
     record.add_argument("labs", nargs="*", help="numbers of the labs, such as 00 01 (all, if none is given)")
     record.add_argument("--out", help="recording to write (labkit/recordings/GPU.json, if not given)")
@@ -56,6 +61,10 @@ def _model(args) -> int:
 
 
 def _bench(args) -> int:
+    if args.record:
+        os.environ["LABKIT_RECORD"] = args.record
+    if args.what == "engine":
+        return _bench_engine(args)
     from labkit.measure.bench import bench
     from labkit.measure.bench_kernels import rows
 
@@ -64,9 +73,19 @@ def _bench(args) -> int:
         raise LabError(
             f"There is no operator {', '.join(sorted(unknown))} to measure; there are {', '.join(sorted(known))}."
         )
-    if args.record:
-        os.environ["LABKIT_RECORD"] = args.record
     return bench([row for row in rows() if not args.operators or row.operator in args.operators])
+
+
+def _bench_engine(args) -> int:
+    from labkit.bench.engine import BATCHES, bench_engine, profile_engine
+
+    if args.operators:
+        raise LabError(f"bench engine takes no operators, got {', '.join(args.operators)}; --batches chooses the sizes")
+    if unknown := sorted(set(args.batches or ()) - set(BATCHES)):
+        raise LabError(f"there is no batch of {unknown[0]} among those measured: {', '.join(map(str, BATCHES))}")
+    if args.profile:
+        return profile_engine(args.model, args.batches or (1, 64))
+    return bench_engine(args.model, args.batches or BATCHES, not args.no_eager, not args.no_peer)
 
 
 def _record(args) -> int:

@@ -16,6 +16,9 @@ MAY_IMPORT = {
     "labkit/measure": {"labkit.measure", "labkit.hardware", "labkit.analysis", "kernels"},
     "labkit/quant": {"labkit.quant", "kernels"},
     "labkit/engine": {"labkit.engine", "labkit.quant", "kernels"},
+    "labkit/bench": {
+        *("labkit.bench", "labkit.engine", "labkit.measure", "labkit.analysis", "labkit.hardware", "kernels")
+    },
     "solutions": {"solutions", "kernels"},
 }
 FILES = [(room, path) for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]

@@ -28,13 +28,20 @@ _HOMES = {
     "TraceView": "trace_view",
     "CostModel": "simulate",
     "simulate": "simulate",
+    "Arrival": "arrivals",
+    "poisson_load": "arrivals",
+    "gamma_load": "arrivals",
+    "on_off_load": "arrivals",
+    "replayed_load": "arrivals",
+    "with_lengths": "arrivals",
+    "with_priorities": "arrivals",
 }
 __all__ = sorted(_HOMES)
 
 
 class _Package(ModuleType):
-    """Python binds a submodule to its package when it is imported: ``labkit.engine.load`` would then be the module
-    load.py and no longer the function ``load``. The names above win."""
+    """Python binds a submodule to its package when it is imported: ``labkit.engine.simulate`` would then be the module
+    simulate.py and no longer the function ``simulate``. The names above win."""
 
     def __setattr__(self, name: str, value) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

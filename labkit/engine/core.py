@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from labkit.engine.detokenize import Detokenizer
 from labkit.engine.metrics import RequestMetrics
 from labkit.engine.request import Request, SamplingParams
-from labkit.engine.runner import Logprobs, Runner, StepResult
+from labkit.engine.result import Logprobs, StepResult
+from labkit.engine.runner import Runner
 from labkit.engine.scheduler import Scheduler
 from labkit.engine.step import Step
 from labkit.engine.tokenizer import Tokenizer

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -71,10 +72,16 @@ class InputBuilder:
         self._arrays = [buffer.numpy() for buffer in self._host]
         self._copied = [torch.cuda.Event() for _ in self._host] if cuda else []
         self._turn = 0
-        self.buffer = torch.zeros(size, dtype=torch.int32, device=device) if cuda else None
+        self.buffer: torch.Tensor | None = None
+        if cuda:
+            self.stage()
         self.tables = np.zeros((max_seqs, self.width), dtype=np.int32)  # a row a request, kept from step to step
         self._rows: dict[int, tuple[int, list[int]]] = {}  # request id -> (row of tables, the blocks written there)
         self._free = list(range(max_seqs))
+
+    def stage(self) -> None:
+        """From now on Batches lie in one buffer on the device, and not where the host writes them."""
+        self.buffer = torch.zeros_like(self._host[0], device=self.device)
 
     def build(self, chunks: tuple[Chunk, ...], unread: Mapping[int, tuple[int, int]], pad_to: int = 0) -> Batch:
         """The batch of ``chunks``, of at least one token each.
@@ -83,8 +90,9 @@ class InputBuilder:
         on the device, also where the host knows them already. pad_to: sequences (and tokens) of a decode step to fill
         up to, with rows that store nothing and attend to nothing.
         """
-        counts = [chunk.count for chunk in chunks]
-        decode = max(counts) == 1
+        requests, starts, counts, samples = zip(*chunks, strict=True)
+        longest = max(counts)
+        decode = longest == 1
         seqs = max(len(chunks), pad_to)
         tokens = seqs if decode else sum(counts)
         places, end = layout(tokens, seqs, self.width)
@@ -96,14 +104,18 @@ class InputBuilder:
             self._copied[turn].synchronize()  # two steps back: it has ended long ago, unless steps are very short
         array = self._arrays[turn]
         view = {name: array[begin:stop] for name, (begin, stop) in places.items()}
-        self._fill(view, chunks, counts, unread, decode)
-        buffer = self._host[turn][:end]
-        if self.buffer is not None:
-            self.buffer[:end].copy_(buffer, non_blocking=True)
+        self._fill(view, requests, starts, counts, samples, unread)
+        buffer = self._send(turn, end)
+        return self.views(buffer, tokens, seqs, sum(samples), longest, decode)
+
+    def _send(self, turn: int, end: int) -> torch.Tensor:
+        """Bring the first ``end`` elements to where the model reads them, behind the step that still reads there."""
+        if self.buffer is None:
+            return self._host[turn]
+        self.buffer[:end].copy_(self._host[turn][:end], non_blocking=True)
+        if self._copied:
             self._copied[turn].record()
-            buffer = self.buffer
-        wanted = sum(chunk.samples for chunk in chunks)
-        return self.views(buffer, tokens, seqs, wanted, max(counts), decode)
+        return self.buffer
 
     def views(self, buffer: torch.Tensor, tokens: int, seqs: int, wanted: int, max_q: int, decode: bool) -> Batch:
         """The Batch in ``buffer``, int32, in the layout of ``tokens`` and ``seqs``. wanted: how many rows of logits."""
@@ -113,29 +125,30 @@ class InputBuilder:
         view["rows"] = view["rows"][:wanted]
         return Batch(**view, max_q=max_q, decode=decode)
 
-    def _fill(self, view, chunks, counts, unread, decode: bool) -> None:
-        real = len(chunks)
-        rows = np.fromiter(self._table_rows(chunks), np.intp, real)
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, real)
-        count = np.asarray(counts, np.int32)
-        bounds, n = view["bounds"], sum(counts)
+    def _fill(self, view, requests, starts, counts, samples, unread) -> None:
+        real, n, decode = len(requests), sum(counts), max(counts) == 1
+        rows = np.array(self._table_rows(requests), np.intp)
+        first, count = np.array(starts, np.int32), np.array(counts, np.int32)
+        bounds, ids, source = view["bounds"], view["ids"], view["source"]
         bounds[0] = 0
         np.cumsum(count, out=bounds[1 : real + 1])
-        ids, source = view["ids"], view["source"]
         source[:] = -1
         if decode:
-            ids[:real] = [chunk.request.token_ids[chunk.start] for chunk in chunks]
-            positions, of = starts, rows
+            ids[:real] = [request.token_ids[start] for request, start in zip(requests, starts, strict=True)]
+            positions, of = first, rows
         else:
-            for chunk, begin in zip(chunks, bounds.tolist(), strict=False):
-                ids[begin : begin + chunk.count] = chunk.request.token_ids[chunk.start : chunk.start + chunk.count]
+            for request, start, some, begin in zip(requests, starts, counts, bounds.tolist(), strict=False):
+                ids[begin : begin + some] = request.token_ids[start : start + some]
             # token t of chunk i stands at start_i + (t - bounds_i)
-            positions = np.arange(n, dtype=np.int32) + np.repeat(starts - bounds[:real], count)
+            positions = np.arange(n, dtype=np.int32) + np.repeat(first - bounds[:real], count)
             of = np.repeat(rows, count)
-        for i, chunk in enumerate(chunks) if unread else ():
-            position, row = unread.get(chunk.request.id, (-1, -1))
-            if chunk.start <= position < chunk.start + chunk.count:
-                source[bounds[i] + position - chunk.start] = row
+        if unread:
+            nothing = -1, -1
+            pairs = chain.from_iterable([unread.get(request.id, nothing) for request in requests])
+            found = np.fromiter(pairs, np.int32, 2 * real).reshape(real, 2)
+            offset = found[:, 0] - first  # of the unread token in its chunk
+            here = (offset >= 0) & (offset < count)
+            source[(bounds[:real] + offset)[here]] = found[here, 1]
         pending = ids[:n] < 0
         if pending.any():
             if (source[:n][pending] < 0).any():
@@ -144,36 +157,37 @@ class InputBuilder:
         view["positions"][:n] = positions
         size = self.block_size
         view["slots"][:n] = self.tables[of, positions // size] * size + positions % size
-        np.add(starts, count, out=view["seq_lens"][:real])
+        np.add(first, count, out=view["seq_lens"][:real])
         # Padding is written in every step: what a larger batch left here would be a stale row.
         ids[n:], view["positions"][n:], view["slots"][n:], view["seq_lens"][real:] = 0, 0, -1, 0
         bounds[real + 1 :] = np.arange(n + 1, n + 1 + len(bounds) - real - 1)
-        wanted = np.fromiter((chunk.samples for chunk in chunks), bool, real)
+        wanted = np.array(samples, bool)
         view["rows"][: np.count_nonzero(wanted)] = bounds[1 : real + 1][wanted] - 1
         tables = view["tables"].reshape(-1, self.width)
-        np.take(self.tables, rows, axis=0, out=tables[:real])
+        np.take(self.tables, rows, axis=0, out=tables[:real], mode="clip")  # "raise" would copy once more
         tables[real:] = 0
 
-    def _table_rows(self, chunks):
+    def _table_rows(self, requests) -> list[int]:
         """Each request's row of ``tables``, brought up to date. A table only grows while its request runs, so mostly
         one entry is written; one that lost its blocks or was moved to others is written anew."""
-        for request in (chunk.request for chunk in chunks):
-            held = self._rows.get(request.id)
+        rows = []
+        for request in requests:
+            held, blocks = self._rows.get(request.id), request.blocks
             if held is None:
                 if not self._free:
-                    here = {chunk.request.id for chunk in chunks}
+                    here = {request.id for request in requests}
                     for gone in [id for id in self._rows if id not in here]:
                         self._free.append(self._rows.pop(gone)[0])
                 held = (self._free.pop(), [])
             row, known = held
-            blocks = request.blocks
             if known != blocks:
                 same = len(known) if known == blocks[: len(known)] else 0
                 self.tables[row, same : len(blocks)] = blocks[same:]
                 if not same:
                     self.tables[row, len(blocks) :] = 0
                 self._rows[request.id] = (row, list(blocks))
-            yield row
+            rows.append(row)
+        return rows
 
 
 def to_device(values, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

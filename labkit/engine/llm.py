@@ -19,6 +19,7 @@ from labkit.engine.loader import load
 from labkit.engine.model import Model
 from labkit.engine.options import SchedulerOptions
 from labkit.engine.pool import BlockPool
+from labkit.engine.quiet import freeze_while_alive
 from labkit.engine.request import SamplingParams
 from labkit.engine.runner import Runner
 from labkit.engine.scheduler import Scheduler
@@ -38,8 +39,9 @@ class LLM:
     the paged cache; num_blocks None takes what fits (see Runner). max_model_len: tokens of a request, by default the
     model's positions.
     policy "fcfs", "priority" or "shortest"; prefix_caching, chunked_prefill, cuda_graphs, run_ahead (None: on a GPU),
-    preemption "recompute" or "swap" (with host_blocks), batching "continuous", "static" or "bucketed": each can be
-    turned off and measured. ops: operators to use in place of the engine's, by name (see ops.py).
+    freeze_gc (None: on a GPU; see quiet.py), preemption "recompute" or "swap" (with host_blocks), batching
+    "continuous", "static" or "bucketed": each can be turned off and measured. ops: operators to use in place of the
+    engine's, by name (see ops.py).
     seed: of random weights, and of requests that bring none. trace: record every decision in ``llm.trace``.
 
     Raises LabError for a model that is not there or that no kernel serves, and for settings out of range.
@@ -60,6 +62,7 @@ class LLM:
         chunked_prefill: bool = True,
         cuda_graphs: bool = True,
         run_ahead: bool | None = None,
+        freeze_gc: bool | None = None,
         preemption: str = "recompute",
         host_blocks: int = 0,
         batching: str = "continuous",
@@ -91,9 +94,11 @@ class LLM:
         self.trace = Trace() if trace else None
         eos, longest = self.config.eos_token_ids, self.max_model_len
         self.scheduler = Scheduler(self.pool, trace=self.trace, eos_token_ids=eos, max_model_len=longest, **settings)
-        if run_ahead is None:
-            run_ahead = self.model.device.type == "cuda"
+        cuda = self.model.device.type == "cuda"
+        run_ahead = cuda if run_ahead is None else run_ahead
         self.engine = Engine(self.scheduler, self.runner, self.tokenizer, run_ahead)
+        if cuda if freeze_gc is None else freeze_gc:
+            freeze_while_alive(self)
 
     # ---- whole texts
 

@@ -4,6 +4,8 @@
     rms_norm, add_rms_norm, rope, scatter, silu_mul, paged_decode, paged_extend: as the ``Op`` of that name in kernels/
 
 On CUDA the kernels' Triton versions run; on a CPU those of cpu_ops.py, which give what the references give, faster.
+
+A product belongs to cuBLAS, but for one row: that is reading memory, and ``kernels.gemv`` reads faster.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import kv_cache, paged_attention, paged_extend, rms_norm, rope, silu_mul
+from kernels.gemv import gemv
 from labkit.engine.cpu_ops import CpuOps
 from labkit.errors import LabError
 
@@ -22,6 +25,15 @@ KERNELS = {
     for op in (*rms_norm.OPS.values(), rope.OP, kv_cache.OP, silu_mul.OP, paged_attention.OP, paged_extend.OP)
 }
 NAMES = ("linear", *KERNELS)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [n, in], weight: [out, in], on CUDA -> [n, out]; in ``out`` if given."""
+    if x.shape[0] == 1:
+        return gemv(x, weight, bias=bias, out=out)
+    return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
 
 
 def resolve_ops(own: Mapping[str, Callable] | None, device: torch.device) -> tuple[dict[str, Callable], CpuOps | None]:
@@ -39,4 +51,4 @@ def resolve_ops(own: Mapping[str, Callable] | None, device: torch.device) -> tup
         cpu = CpuOps()
         return {name: getattr(cpu, name) for name in NAMES} | own, cpu
     # The Triton function itself: asking an Op which to run costs a microsecond a call, some 300 calls a step.
-    return {"linear": F.linear, **{name: op.triton for name, op in KERNELS.items()}} | own, None
+    return {"linear": linear, **{name: op.triton for name, op in KERNELS.items()}} | own, None

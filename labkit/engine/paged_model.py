@@ -6,7 +6,10 @@
     logits = lm_head(rms_norm(residual[rows that are asked for]))
 
 Each addition to the residual is fused with the norm that follows it, so a layer's last addition is made by the first
-norm of the next. q, k and v stay views of one fused product: rope turns q and k in place, the scatter reads k and v.
+norm of the next. q, k and v stay views of one fused product: one kernel turns q in place and k on its way to the cache.
+
+A single token goes another way on a GPU (``_one_row``): the products themselves normalise, activate and add, and a
+layer is six launches.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
+from kernels.embed import embed, embed_reference
+from kernels.gemv import gemv
 from kernels.paged_attention import decode_workspace
 from kernels.paged_cache import pow2
 from kernels.rope import rope_table
+from kernels.rope_scatter import rope_scatter
 from labkit.engine.config import ModelConfig
 from labkit.engine.cpu_ops import column_major
 from labkit.engine.inputs import Batch
@@ -29,6 +34,7 @@ from labkit.engine.ops import resolve_ops
 from labkit.errors import LabError
 
 MAX_GROUP, MAX_HEAD_DIM = 128, 256
+AROUND_PRODUCTS = {"linear", "rms_norm", "add_rms_norm", "silu_mul"}  # what ``gemv`` does in one kernel
 
 
 class PagedModel:
@@ -44,60 +50,93 @@ class PagedModel:
                 f"got {max_model_len}"
             )
         self.ops, self._cpu = resolve_ops(ops, self.device)
+        self._own = frozenset(ops or ())  # operators that are not the engine's
         if self._cpu is not None:
             column_major(self.weights)  # in place: a second copy would cost as much memory as the model
         c = self.config
         self._rope = rope_table(inverse_frequencies(c).to(self.device), max_model_len) * rotary_scale(c)
         cuda = self.device.type == "cuda"
-        self._decode_options = (
-            {"workspace": decode_workspace(c.num_heads, c.num_kv_heads, c.head_dim, self.device)} if cuda else {}
-        )
+        # A kernel of one's own gets what the operator's definition takes, and no settings of ours.
+        ours = cuda and "paged_decode" not in self._own
+        workspace = decode_workspace(c.num_heads, c.num_kv_heads, c.head_dim, self.device) if ours else None
+        self._decode_options = {"workspace": workspace} if ours else {}
+        self._embed = embed if cuda else embed_reference
+        self._fuses_rows = cuda and not self._own & AROUND_PRODUCTS
+        self._fuses_rope = cuda and not self._own & {"rope", "scatter"}
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: PagedKV, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        kv: PagedKV,
+        tokens: torch.Tensor,
+        rows: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Store the batch's keys and values, and return logits. Tokens read from ``tokens`` are put into ``batch.ids``.
 
         tokens: int32 [max_seqs], the token buffer that ``batch.source`` points into. rows: int32 [m], the tokens of the
-        batch that are asked for (``batch.rows``); None: all of them. -> [m, vocab] in the model's dtype.
+        batch that are asked for (``batch.rows``); None: all of them. -> [m, vocab] in the model's dtype; in ``out`` if
+        given.
         """
         if self._cpu is None:
-            return self._forward(batch, kv, tokens, rows)
+            return self._forward(batch, kv, tokens, rows, out)
         self._cpu.begin()
         try:
             with sdpa_kernel(SDPA_BACKENDS):
-                return self._forward(batch, kv, tokens, rows)
+                return self._forward(batch, kv, tokens, rows, out)
         finally:
             self._cpu.end()
 
-    def _forward(self, batch: Batch, kv: PagedKV, tokens, rows) -> torch.Tensor:
+    def _forward(self, batch: Batch, kv: PagedKV, tokens, rows, out) -> torch.Tensor:
         c, w, ops, eps = self.config, self.weights, self.ops, self.config.rms_eps
         linear, add_rms_norm, silu_mul = ops["linear"], ops["add_rms_norm"], ops["silu_mul"]
-        # In place, so that whoever needs a step's tokens later (a repetition penalty) finds them all.
-        sampled = tokens.index_select(0, batch.source.clamp(min=0))
-        torch.where(batch.source >= 0, sampled, batch.ids, out=batch.ids)
-        residual = F.embedding(batch.ids, w.embedding)  # [n, hidden]
+        # Fills batch.ids, so that whoever needs a step's tokens later (a repetition penalty) finds them all.
+        residual = self._embed(batch.ids, batch.source, tokens, w.embedding)  # [n, hidden]
+        if self._fuses_rows and len(residual) == 1 and (rows is None or len(rows) == 1):
+            return self._one_row(residual, batch, kv, out)
         x = ops["rms_norm"](residual, w.layers[0].attn_norm, eps)
         for i, layer in enumerate(w.layers):
-            x = linear(self._attention(layer, x, batch, kv.layers[i]), layer.attn_out)
+            qkv = linear(x, layer.qkv, layer.qkv_bias)
+            x = linear(self._attention(layer, qkv, batch, kv.layers[i]), layer.attn_out)
             x = add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = linear(silu_mul(linear(x, layer.gate_up)), layer.down)
             if i + 1 < c.num_layers:
                 x = add_rms_norm(x, residual, w.layers[i + 1].attn_norm, eps)
         if rows is not None:
             x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-        return linear(add_rms_norm(x, residual, w.final_norm, eps), w.lm_head)
+        x = add_rms_norm(x, residual, w.final_norm, eps)
+        if out is None:
+            return linear(x, w.lm_head)
+        if "linear" in self._own or self._cpu is not None:
+            return out.copy_(linear(x, w.lm_head))
+        return linear(x, w.lm_head, out=out)
 
-    def _attention(self, layer, x: torch.Tensor, batch: Batch, cache) -> torch.Tensor:
-        """x: [n, hidden] -> [n, q_size]."""
+    def _one_row(self, residual: torch.Tensor, batch: Batch, kv: PagedKV, out) -> torch.Tensor:
+        """The same for one token, residual [1, hidden]; in fp32 where the other way rounds between kernels."""
+        w, eps = self.weights, self.config.rms_eps
+        for i, layer in enumerate(w.layers):
+            qkv = gemv(residual, layer.qkv, bias=layer.qkv_bias, eps=eps, gamma=layer.attn_norm)
+            x = self._attention(layer, qkv, batch, kv.layers[i])
+            gemv(x, layer.attn_out, residual=residual, out=residual)
+            x = gemv(residual, layer.gate_up, eps=eps, gamma=layer.mlp_norm, gated=True)
+            gemv(x, layer.down, residual=residual, out=residual)
+        return gemv(residual, w.lm_head, eps=eps, gamma=w.final_norm, out=out)
+
+    def _attention(self, layer, qkv: torch.Tensor, batch: Batch, cache) -> torch.Tensor:
+        """qkv: [n, q_size + 2 * kv_size] -> [n, q_size]."""
         c, ops = self.config, self.ops
         heads, kv_heads = c.num_heads, c.num_kv_heads
-        qkv = ops["linear"](x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, c.head_dim)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         if c.qk_norm:
             q, k = ops["rms_norm"](q, layer.q_norm, c.rms_eps), ops["rms_norm"](k, layer.k_norm, c.rms_eps)
-        q, k = ops["rope"](q, k, batch.positions, self._rope)
         k_cache, v_cache = cache
-        ops["scatter"](k, v, k_cache, v_cache, batch.slots)
+        if self._fuses_rope:
+            q = rope_scatter(q, k, v, batch.positions, self._rope, k_cache, v_cache, batch.slots)
+        else:
+            q, k = ops["rope"](q, k, batch.positions, self._rope)
+            ops["scatter"](k, v, k_cache, v_cache, batch.slots)
         if batch.decode:
             out = ops["paged_decode"](q, k_cache, v_cache, batch.tables, batch.seq_lens, **self._decode_options)
         else:

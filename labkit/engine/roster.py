@@ -11,9 +11,10 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 
+from labkit.engine.host_pool import HostPool
 from labkit.engine.options import SchedulerOptions
 from labkit.engine.policy import rank_of
-from labkit.engine.pool import BlockPool, HostPool
+from labkit.engine.pool import BlockPool
 from labkit.engine.request import FINISH_REASONS, FINISHED, RUNNING, SWAPPED, WAITING, Request, SamplingParams
 from labkit.engine.step import Step
 from labkit.errors import LabError

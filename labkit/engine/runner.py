@@ -9,69 +9,34 @@ started before the tokens of this one are known.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
 
 import torch
 
-from labkit.engine.graphs import DecodeGraphs, bucket_of
-from labkit.engine.inputs import Batch, InputBuilder
+from kernels.argmax import OP as argmax
+from labkit.engine.graphs import CaptureFailed, CudaCapture, DecodeGraphs, bucket_of
+from labkit.engine.inputs import Batch, InputBuilder, to_device
 from labkit.engine.kv import PagedKV, check_block_size
+from labkit.engine.memory import SAMPLED, blocks_that_fit, largest_step, peak_bytes, rehearsal, warm_up_steps
 from labkit.engine.model import Model
 from labkit.engine.paged_model import PagedModel
-from labkit.engine.request import Request, SamplingParams
+from labkit.engine.result import StepResult
 from labkit.engine.sampler import Draw, Sampled, derive_seed, is_plain, sample
+from labkit.engine.seen import SeenTokens
 from labkit.engine.step import Chunk, Step
 from labkit.errors import LabError
 
 CPU_CACHE_BYTES = 1 << 30  # the most a CPU engine takes when no number of blocks is given
 
 
-@dataclass(frozen=True)
-class Logprobs:
-    """Of one token: its log-probability, and the best tokens as (id, log-probability), the likeliest first."""
-
-    token: float
-    best: list[tuple[int, float]]
-
-
-class StepResult:
-    """What a step gave. chunks: those that sampled, in the step's order; logits: [m, vocab], a row each, on the device
-    (after a graph's replay they are valid until the next step runs)."""
-
-    def __init__(self, chunks: list[Chunk], logits: torch.Tensor | None, sampled: Sampled | None):
-        self.chunks, self.logits, self._sampled = chunks, logits, sampled
-        self._host = self._event = None
-        if sampled is not None:
-            parts = (sampled.tokens, sampled.chosen, sampled.best, sampled.best_ids)
-            self._host = [None if t is None else _to_host(t) for t in parts]
-            if sampled.tokens.is_cuda:
-                self._event = torch.cuda.Event()
-                self._event.record()
-
-    def token_ids(self) -> list[int]:
-        """The sampled tokens, one for each of ``chunks``. Waits until they are on the host."""
-        return [] if self._host is None else self._wait()[0].tolist()
-
-    def logprobs(self) -> list[Logprobs | None]:
-        """For each of ``chunks``: log-probabilities if its request asked for them. Waits like token_ids."""
-        if self._host is None or self._host[1] is None:
-            return [None] * len(self.chunks)
-        _, chosen, best, ids = (t.tolist() for t in self._wait())
-        rows = zip(self._sampled.wanted, chosen, best, ids, strict=True)
-        return [Logprobs(c, list(zip(i, b, strict=True))[:n]) if n else None for n, c, b, i in rows]
-
-    def _wait(self):
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host
-
-
 class Runner:
     """Runs a model's steps over a paged cache.
 
     num_blocks None: on CUDA as many as fit ``memory_share`` of the GPU's memory, measured after a step of the largest
-    size; on a CPU enough for max_num_seqs sequences of max_model_len, up to 1 GiB.
+    size; on a CPU enough for max_num_seqs sequences of max_model_len, up to 1 GiB. cuda_graphs: on CUDA, decode steps
+    are replayed from graphs. Where an operator in ``ops`` cannot be captured, a warning says so and steps run eagerly.
     """
 
     def __init__(
@@ -94,28 +59,34 @@ class Runner:
             if not isinstance(value, int) or value < 1:
                 raise LabError(f"{name} must be a whole number of at least 1, got {value!r}")
         self.config, self.device, self.seed = model.config, model.device, seed
-        if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
-            raise LabError(
-                f"the model is on {self.device}, and kernels start on cuda:{torch.cuda.current_device()}: call "
-                f"torch.cuda.set_device({self.device.index}) first"
-            )
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_batched_tokens
         self.max_model_len = model.config.max_positions if max_model_len is None else max_model_len
-        self.model = PagedModel(model, self.max_model_len, ops)
-        self.inputs = InputBuilder(block_size, max_num_seqs, max_batched_tokens, self.max_model_len, self.device)
-        self.tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
-        self._unread: dict[int, tuple[int, int]] = {}  # of the newest step: request id -> (position, row of tokens)
         self.graphs: DecodeGraphs | None = None
-        if num_blocks is None:
-            num_blocks = self._fitting_blocks(block_size, memory_share)
-        self.kv = PagedKV(model.config, num_blocks, block_size, model.dtype, self.device, host_blocks)
-        if cuda_graphs and self.device.type == "cuda":
-            logits = torch.zeros(max_num_seqs, model.config.vocab_size, dtype=model.dtype, device=self.device)
-            self.graphs = DecodeGraphs(self.inputs, self.decode_step, logits, max_num_seqs)
+        self._unread: dict[int, tuple[int, int]] = {}  # of the newest step: request id -> (position, row of tokens)
+        with self._on_device():
+            self.model = PagedModel(model, self.max_model_len, ops)
+            self.inputs = InputBuilder(block_size, max_num_seqs, max_batched_tokens, self.max_model_len, self.device)
+            self.tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
+            self.seen = SeenTokens(max_num_seqs, model.config.vocab_size, self.device)
+            if num_blocks is None:
+                num_blocks = self._fitting_blocks(block_size, memory_share)
+            self.kv = PagedKV(model.config, num_blocks, block_size, model.dtype, self.device, host_blocks)
+            if self.device.type == "cuda":
+                self.warm_up()
+                if cuda_graphs:
+                    self.capture_graphs(CudaCapture())
+                torch.cuda.synchronize(self.device)
 
-    @torch.inference_mode()
+    def _on_device(self):
+        """Kernels start on the current GPU, which need not be the model's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def run(self, step: Step) -> StepResult:
         """Carry out a step, which must follow the one before in order. Returns without waiting for the device."""
+        with self._on_device(), torch.inference_mode():
+            return self._run(step)
+
+    def _run(self, step: Step) -> StepResult:
         self.kv.move(step.swap_out, step.copies, step.swap_in)
         unread, self._unread = self._unread, {}  # a step that fails leaves no token for the next to read
         if not step.chunks:
@@ -134,24 +105,48 @@ class Runner:
         if bucket is not None and all_sample and all(is_plain(chunk.request.params) for chunk in chunks):
             sampled = Sampled(self.tokens[: len(chunks)])  # the graph took the argmax
         else:
-            draws = [self._draw(chunk) for chunk in chunks]
-            penalised = any(draw.params.repetition_penalty != 1 for draw in draws)
-            sampled = sample(logits, draws, batch.ids.index_select(0, batch.rows) if penalised else None)
+            sampled = self._sample(logits, chunks, batch)
             self.tokens[: len(chunks)] = sampled.tokens
         self._unread = {chunk.request.id: (chunk.start + chunk.count, row) for row, chunk in enumerate(chunks)}
         return StepResult(chunks, logits, sampled)
 
     def decode_step(self, batch: Batch, logits: torch.Tensor) -> None:
         """What a CUDA graph holds: the model over a decode batch, its logits [seqs, vocab] and their argmax."""
-        logits.copy_(self.model.forward(batch, self.kv, self.tokens, None))
-        self.tokens[: len(logits)] = logits.argmax(-1)
+        self.model.forward(batch, self.kv, self.tokens, None, out=logits)
+        argmax(logits, out=self.tokens[: len(logits)])
+
+    def _sample(self, logits: torch.Tensor, chunks: list[Chunk], batch: Batch) -> Sampled:
+        seen, penalised = None, [i for i, c in enumerate(chunks) if c.request.params.repetition_penalty != 1]
+        if penalised:
+            newest = batch.ids.index_select(0, batch.rows)  # forward has put those in that the host does not know
+            if len(penalised) < len(chunks):
+                newest = newest[to_device(penalised, torch.int64, self.device)]
+            seen = self.seen.rows([chunks[i] for i in penalised], newest)
+        return sample(logits, [self._draw(chunk) for chunk in chunks], seen)
 
     def _draw(self, chunk: Chunk) -> Draw:
-        request, end = chunk.request, chunk.start + chunk.count
-        params = request.params
-        seed = derive_seed(self.seed, request.id) if params.seed is None else params.seed
-        history = request.token_ids[: end - 1] if params.repetition_penalty != 1 else ()
-        return Draw(params, seed, end - request.num_prompt, history)
+        request = chunk.request
+        seed = derive_seed(self.seed, request.id) if request.params.seed is None else request.params.seed
+        return Draw(request.params, seed, chunk.start + chunk.count - request.num_prompt)
+
+    def capture_graphs(self, capture: CudaCapture) -> None:
+        """Capture a graph for every bucket of decode steps. A warning if the operators do not allow it."""
+        if self.inputs.buffer is None:
+            self.inputs.stage()
+        shape = self.max_num_seqs, self.config.vocab_size
+        logits = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        try:
+            self.graphs = DecodeGraphs(self.inputs, self.decode_step, logits, self.max_num_seqs, capture)
+        except CaptureFailed as error:
+            warnings.warn(f"decode steps run eagerly, without CUDA graphs: {error}", RuntimeWarning, stacklevel=3)
+
+    def warm_up(self) -> None:
+        """Run steps of every kind once, so that no request waits for a kernel to be compiled. Block 1 must be free."""
+        block_size = self.kv.block_size
+        for sizes in warm_up_steps(self.max_num_seqs, self.max_batched_tokens, self.max_model_len):
+            self.run(rehearsal(sizes, block_size, SAMPLED))
+        self.kv.data[:, :, 1].zero_()
+        self._unread = {}
 
     def _fitting_blocks(self, block_size: int, share: float) -> int:
         """How many blocks of cache there is room for."""
@@ -159,57 +154,9 @@ class Runner:
         most = self.max_num_seqs * self.inputs.width + 1  # more could never be used at once, but for cached prefixes
         if self.device.type == "cpu":
             return max(2, min(most, CPU_CACHE_BYTES // size))
-        peak = self._peak_of_largest_step(block_size)
+        sizes = largest_step(self.max_num_seqs, self.max_batched_tokens, self.max_model_len)
+        self.kv = PagedKV(self.config, 2, block_size, self.model.dtype, self.device)
+        peak = peak_bytes(self.run, rehearsal(sizes, block_size, SAMPLED), self.device)
+        self._unread = {}
         torch.cuda.empty_cache()
         return blocks_that_fit(*torch.cuda.mem_get_info(self.device), peak, size, share)
-
-    @torch.inference_mode()
-    def _peak_of_largest_step(self, block_size: int) -> int:
-        """Bytes that a step of the largest size takes while it runs: all tokens, all sequences, sampling with a sort.
-
-        Every sequence's table names block 1 of a cache of two blocks: nothing that it computes is of any use.
-        """
-        seqs = min(self.max_num_seqs, self.max_batched_tokens)
-        count = min(self.max_batched_tokens // seqs, self.max_model_len)
-        params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
-        chunks = []
-        for i in range(seqs):
-            request = Request(-1 - i, [0] * count, params)  # no request of a user's has such an id
-            request.blocks = [1] * -(-count // block_size)
-            chunks.append(Chunk(request, 0, count, samples=True))
-        self.kv = PagedKV(self.config, 2, block_size, self.model.dtype, self.device)
-        for _ in range(2):  # kernels are compiled the first time; their memory is none of a step's
-            torch.cuda.synchronize(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.run(Step(0, tuple(chunks)))
-            torch.cuda.synchronize(self.device)
-        self._unread = {}
-        return torch.cuda.max_memory_allocated(self.device) - before
-
-
-def blocks_that_fit(free: int, total: int, peak: int, block: int, share: float) -> int:
-    """Blocks of ``block`` bytes for which a GPU has room, all in bytes.
-
-    free, total: of the GPU, with the model loaded; what other programs hold is not free. peak: what a step takes while
-    it runs. CUDA graphs get as much again, since a decode step is no larger than the largest, or an eighth of what is
-    free if that is less. Raises LabError, with the arithmetic, if there is no room for two.
-    """
-    if not 0 < share <= 1:
-        raise LabError(f"memory_share must be above 0 and at most 1, got {share!r}")
-    unused, graphs = total - int(share * total), min(peak, free // 8)
-    room = free - unused - peak - graphs
-    if room < 2 * block:
-        raise LabError(
-            f"no room for a cache: of {total / 2**30:.1f} GiB {free / 2**30:.1f} are free, a step takes "
-            f"{peak / 2**30:.2f}, graphs up to {graphs / 2**30:.2f}, and memory_share={share} leaves "
-            f"{unused / 2**30:.2f} unused; 2 blocks need {2 * block / 2**30:.4f}. Raise memory_share, lower "
-            f"max_batched_tokens or max_num_seqs, or end what else holds the GPU's memory"
-        )
-    return room // block
-
-
-def _to_host(t: torch.Tensor) -> torch.Tensor:
-    if not t.is_cuda:
-        return t
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)

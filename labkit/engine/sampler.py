@@ -46,13 +46,11 @@ def is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class Draw:
-    """What one row of logits is for. index: tokens the request has made so far; history: its tokens known on the host,
-    without its newest; read only if there is a repetition penalty."""
+    """What one row of logits is for. index: tokens the request has made so far."""
 
     params: SamplingParams
     seed: int = 0
     index: int = 0
-    history: Sequence[int] = ()
 
 
 @dataclass
@@ -67,15 +65,15 @@ class Sampled:
     wanted: list[int] = field(default_factory=list)
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw], newest: torch.Tensor | None = None) -> Sampled:
-    """One token a row. logits: [m, vocab], unchanged; newest: [m], each request's newest token, on the device, which
-    the host may not know yet (needed where there is a repetition penalty)."""
+def sample(logits: torch.Tensor, draws: Sequence[Draw], seen: torch.Tensor | None = None) -> Sampled:
+    """One token a row. logits: [m, vocab], unchanged; seen: bool [r, vocab], the tokens that its text holds already for
+    each of the r rows that have a repetition penalty, in their order."""
     if all(is_plain(draw.params) for draw in draws):
         return Sampled(logits.argmax(-1))
     raw = logits.float()
     changed = raw
     if any(draw.params.repetition_penalty != 1 for draw in draws):
-        changed = _penalised(raw, draws, newest)
+        changed = _penalised(raw, draws, seen)
     tokens = changed.argmax(-1)
     warm = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
     # How a row is drawn depends on that row alone: a sort that only its neighbour needs would change its order.
@@ -96,20 +94,13 @@ def _needs_sort(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1
 
 
-def _penalised(raw: torch.Tensor, draws: Sequence[Draw], newest: torch.Tensor) -> torch.Tensor:
+def _penalised(raw: torch.Tensor, draws: Sequence[Draw], seen: torch.Tensor) -> torch.Tensor:
     """Logits of tokens that are in the text already: divided by the penalty if positive, else multiplied by it."""
     rows = [i for i, draw in enumerate(draws) if draw.params.repetition_penalty != 1]
-    vocab, device = raw.shape[1], raw.device
-    longest = max(len(draws[i].history) for i in rows)
-    padded = [[*draws[i].history, *[vocab] * (longest - len(draws[i].history))] for i in rows]  # column vocab: nobody
-    index = to_device(rows, torch.int64, device)
-    seen = torch.zeros(len(rows), vocab + 1, dtype=torch.bool, device=device)
-    if longest:
-        seen.scatter_(1, to_device(padded, torch.int64, device), True)
-    seen.scatter_(1, newest.long()[index][:, None], True)
-    penalty = to_device([draws[i].params.repetition_penalty for i in rows], torch.float32, device)[:, None]
+    index = to_device(rows, torch.int64, raw.device)
+    penalty = to_device([draws[i].params.repetition_penalty for i in rows], torch.float32, raw.device)[:, None]
     own = raw[index]
-    own = torch.where(seen[:, :vocab], torch.where(own > 0, own / penalty, own * penalty), own)
+    own = torch.where(seen, torch.where(own > 0, own / penalty, own * penalty), own)
     return raw.index_copy(0, index, own)
 
 

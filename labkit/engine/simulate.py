@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from labkit.engine.arrivals import EOS, Arrival
 from labkit.engine.config import ModelConfig
-from labkit.engine.load import EOS, Arrival
 from labkit.engine.pool import BlockPool
 from labkit.engine.request import Request, SamplingParams
 from labkit.engine.scheduler import Scheduler

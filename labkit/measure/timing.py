@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ class CudaGpu:
     def flush(self) -> None:
         """Read a buffer of four times L2: whatever its replacement rule, nothing else stays, and nothing is dirty."""
         if self._other is None:
-            self._other = self.torch.randn(self.l2_bytes, device="cuda")  # 4 bytes each
+            self._other = self.torch.ones(self.l2_bytes, device="cuda")  # 4 bytes each
         self._other.sum()
 
     def spin(self, us: float) -> None:
@@ -121,6 +122,7 @@ class CudaGpu:
     def capture(self, calls: Sequence[Callable]) -> Callable[[], None]:
         """A callable that replays ``calls`` in this order as one graph. Raises what the capture raises."""
         graph, before = self.torch.cuda.CUDAGraph(), self.torch.cuda.current_stream()
+        self._rehearse(calls)
         try:
             with self.torch.cuda.graph(graph):
                 for call in calls:
@@ -129,6 +131,23 @@ class CudaGpu:
             self.torch.cuda.set_stream(before)  # a capture that fails on its way out leaves its own stream current
             raise
         return graph.replay
+
+    def _rehearse(self, calls: Sequence[Callable]) -> None:
+        """Run each once, and raise RuntimeError for one that makes the host wait.
+
+        A capture would fail on it too, but before torch 2.12 such a capture leaves the random generator and the
+        allocator in disorder: torch.randn raises from then on.
+        """
+        cuda = self.torch.cuda
+        before = cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that it does not find every call that waits
+            cuda.set_sync_debug_mode("error")
+        try:
+            for call in dict.fromkeys(calls):
+                call()
+        finally:
+            cuda.set_sync_debug_mode(before)
 
 
 def time_cuda(

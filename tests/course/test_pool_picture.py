@@ -6,7 +6,7 @@ import pytest
 
 from labkit.course.pool_picture import draw_pool, runs
 from labkit.course.style import COLORS, png
-from labkit.engine.load import with_lengths
+from labkit.engine.arrivals import with_lengths
 from labkit.engine.presets import MODELS
 from labkit.engine.simulate import CostModel, simulate
 from labkit.engine.trace import Trace

@@ -2,7 +2,8 @@
 
 import pytest
 
-from labkit.engine.pool import BlockPool, HostPool
+from labkit.engine.host_pool import HostPool
+from labkit.engine.pool import BlockPool
 from labkit.errors import LabError
 
 ROOT = ("root", None)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from labkit.engine import ModelConfig, load
-from labkit.engine.graphs import DecodeGraphs, bucket_of, decode_buckets
+from labkit.engine.graphs import CudaCapture, bucket_of, decode_buckets
+from labkit.engine.memory import blocks_that_fit, largest_step, peak_bytes, rehearsal, warm_up_steps
 from labkit.engine.request import PENDING, Request, SamplingParams
-from labkit.engine.runner import Runner, blocks_that_fit
+from labkit.engine.runner import Runner
 from labkit.engine.step import Chunk, Step
 from labkit.errors import LabError
 from tests.engine.tiny_models import TINY, tiny_hf
@@ -219,12 +220,11 @@ def test_a_step_that_fails_leaves_no_token_for_the_next(model):
 def test_draws_are_numbered_by_the_outputs_a_request_has(model):
     """Whatever the chunk: a prompt's end, one token, or prompt and outputs computed again after a preemption."""
     runner = Runner(model, 16, num_blocks=9, max_num_seqs=2, max_batched_tokens=64, seed=7)
-    r = Request(4, [1] * 10, SamplingParams(temperature=1.0, repetition_penalty=1.1))
+    r = Request(4, [1] * 10, SamplingParams(temperature=1.0))
     r.token_ids += [5, 6, PENDING]
     places = [(0, 10), (9, 1), (10, 1), (11, 1), (0, 12), (8, 5)]
     draws = [runner._draw(Chunk(r, start, count, True)) for start, count in places]
     assert [d.index for d in draws] == [0, 0, 1, 2, 2, 3]
-    assert [list(d.history) for d in draws[2:]] == [[1] * 10, [1] * 10 + [5], [1] * 10 + [5], [1] * 10 + [5, 6]]
     other = runner._draw(Chunk(Request(5, [1], r.params), 0, 1, True))
     assert len({d.seed for d in draws}) == 1 and other.seed != draws[0].seed
     assert runner._draw(Chunk(Request(4, [1], SamplingParams(seed=3)), 0, 1, True)).seed == 3
@@ -261,11 +261,12 @@ def test_buckets_are_those_of_the_design():
     assert decode_buckets(24) == [1, 2, 4, 8, 16, 24] and decode_buckets(12) == [1, 2, 4, 8, 12]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which test_gpu.py is for")
 def test_without_a_gpu_there_are_no_graphs(model):
     runner = Runner(model, 16, num_blocks=4, cuda_graphs=True)
     assert runner.graphs is None
     with pytest.raises(LabError, match="CUDA graphs need a CUDA GPU"):
-        DecodeGraphs(runner.inputs, runner.decode_step, torch.zeros(8, 262), 8)
+        runner.capture_graphs(CudaCapture())
 
 
 # ---- refusals and sizes
@@ -289,19 +290,33 @@ def test_a_gpus_room_is_what_is_free_less_what_steps_and_graphs_take():
             blocks_that_fit(60 * GIB, 80 * GIB, 0, 2**21, share)
 
 
-def test_the_largest_step_is_run_before_there_is_a_cache(model, monkeypatch):
+def test_the_largest_step_is_run_twice_and_its_peak_is_that_of_the_second(model, monkeypatch):
     """As on a GPU, with its counters replaced: all tokens, all sequences, and a draw that sorts."""
-    runner, seen = Runner(model, 16, num_blocks=4, max_num_seqs=3, max_batched_tokens=64), []
+    runner, seen = Runner(model, 16, num_blocks=2, max_num_seqs=3, max_batched_tokens=64), []
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 164)
-    run_step = runner.run
-    monkeypatch.setattr(runner, "run", lambda step: seen.append((step, run_step(step))))
-    assert runner._peak_of_largest_step(16) == 64
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * (1 + len(seen)))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 264)
+    step = rehearsal(largest_step(3, 64, 128), 16, SamplingParams(temperature=1.0, top_p=0.9))
+    assert peak_bytes(lambda step: seen.append((step, runner.run(step))), step, runner.device) == 64
     for step, result in seen:
         assert step.num_tokens == 63 and len(result.token_ids()) == 3 and result.logits.isfinite().all()
-    assert len(seen) == 2 and not runner._unread
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 8, 1), (4, 4, 128), (3, 700, 128), (64, 2048, 8192), (2, 2, 2)])
+def test_every_step_of_the_warm_up_can_run(model, sizes):
+    seqs, tokens, length = sizes
+    steps = warm_up_steps(seqs, tokens, length)
+    for step in steps:
+        assert 1 <= len(step) <= seqs and sum(count for _, count in step) <= tokens
+        assert all(count >= 1 and start + count <= length for start, count in step)
+    assert any(max(count for _, count in step) == 1 for step in steps)
+    if length > 128:
+        return
+    runner = Runner(model, 16, num_blocks=2, max_num_seqs=seqs, max_batched_tokens=tokens, max_model_len=length)
+    runner.warm_up()
+    assert not runner.kv.data.any() and not runner._unread, "it leaves nothing behind"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 1.5
 def frequencies(params: SamplingParams, logits=LOGITS, seed=1) -> np.ndarray:
     """How often each token comes in MANY draws of one request."""
     rows = logits.expand(MANY, -1)
-    tokens = sample(rows, [Draw(params, seed, i, [0]) for i in range(MANY)], torch.zeros(MANY)).tokens
+    tokens = sample(rows, [Draw(params, seed, i) for i in range(MANY)]).tokens
     return np.bincount(tokens.numpy(), minlength=len(logits))
 
 
@@ -116,19 +116,19 @@ MIXED = [
 def test_a_row_gets_the_same_token_whatever_is_around_it():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(64, 1000, generator=generator)
-    newest = torch.randint(0, 1000, (64,), generator=generator)
-    draws = [
-        Draw(MIXED[i % 8], derive_seed(0, i), i, torch.randint(0, 1000, (i,), generator=generator).tolist())
-        for i in range(64)
-    ]
+    texts = torch.rand(64, 1000, generator=generator) < 0.1
+    draws = [Draw(MIXED[i % 8], derive_seed(0, i), i) for i in range(64)]
+
+    def tokens(rows):
+        penalised = [i for i in rows if draws[i].params.repetition_penalty != 1]
+        return sample(logits[rows], [draws[i] for i in rows], texts[penalised]).tokens
+
     before = logits.clone()
-    together = sample(logits, draws, newest).tokens
+    together = tokens(list(range(64)))
     assert torch.equal(logits, before), "the logits are not the sampler's to change"
-    alone = [int(sample(logits[i : i + 1], [draws[i]], newest[i : i + 1]).tokens) for i in range(64)]
-    assert together.tolist() == alone
-    order = torch.randperm(64, generator=generator)
-    shuffled = sample(logits[order], [draws[i] for i in order], newest[order]).tokens
-    assert torch.equal(shuffled, together[order])
+    assert together.tolist() == [int(tokens([i])) for i in range(64)]
+    order = torch.randperm(64, generator=generator).tolist()
+    assert torch.equal(tokens(order), together[order])
 
 
 def test_requests_of_equal_prompts_do_not_share_their_first_token():
@@ -138,20 +138,20 @@ def test_requests_of_equal_prompts_do_not_share_their_first_token():
     assert sample(rows, [Draw(params, 9, 0)] * 64).tokens.unique().numel() == 1, "one seed, one token"
 
 
-def test_the_penalty_lowers_what_was_there_once_and_counts_the_newest_token():
+def test_the_penalty_lowers_what_was_there():
     logits = torch.tensor([[2.0, 1.5, -1.0, -1.2, 1.2]])
     params = SamplingParams(repetition_penalty=2.0, logprobs=1)
 
-    def best(history, newest):
-        return int(sample(logits, [Draw(params, history=history)], torch.tensor([newest])).tokens)
+    def best(logits, params, *text):
+        seen = torch.zeros(1, logits.shape[1], dtype=torch.bool)
+        seen[0, list(text)] = True
+        return int(sample(logits, [Draw(params)], seen).tokens)
 
-    assert best([3], 2) == 0
-    assert best([0, 0, 0], 2) == 1, "2 / 2 = 1 is below 1.5; three times in the text count once"
-    assert best([0], 1) == 4, "the newest token is penalised too, and only it is passed on the device"
-    negative = torch.tensor([[-1.0, -1.5]])  # a negative logit is multiplied: divided, it would rise to -0.5
-    assert int(sample(negative, [Draw(params)], torch.tensor([0])).tokens) == 1
-    raised = SamplingParams(repetition_penalty=0.5)
-    assert int(sample(logits, [Draw(raised)], torch.tensor([4])).tokens) == 4
+    assert best(logits, params, 3, 2) == 0
+    assert best(logits, params, 0, 2) == 1, "2 / 2 = 1 is below 1.5"
+    assert best(logits, params, 0, 1) == 4
+    assert best(torch.tensor([[-1.0, -1.5]]), params, 0) == 1, "a negative logit is multiplied: divided, it would rise"
+    assert best(logits, SamplingParams(repetition_penalty=0.5), 4) == 4
 
 
 def test_logprobs_are_the_models_own():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from labkit.engine.load import (
+from labkit.engine.arrivals import (
     EOS,
     Arrival,
     gamma_load,
