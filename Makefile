@@ -5,6 +5,9 @@ VENV := .venv/bin/python
 # Notebooks are verified on the recorded tier, whatever the machine: their stored outputs come from it.
 NBVAL := $(VENV) -m pytest -p tests.notebooks.lane --nbval-current-env --nbval-cell-timeout=180 -q notebooks
 
+# Two workers share the cores: with two threads each, torch's threads spin while they wait for one another's turn.
+ALONE := OMP_NUM_THREADS=1
+
 # What runs from .venv says what to do where that is missing.
 READY := @test -x $(VENV) || { echo "There is no .venv yet: run make setup first."; exit 1; }
 # The set-up itself needs Python 3.11; an older one would stop at its syntax.
@@ -24,10 +27,10 @@ lab:  ## set up and open JupyterLab on lab 00 (PORT=8889 chooses the port)
 	@$(PYTHON) labkit/bootstrap.py lab
 
 test: setup lint  ## set up and run everything that needs no GPU
-	$(VENV) -m pytest -m "not gpu and not serial" -n 2 --dist loadfile -q
+	$(ALONE) $(VENV) -m pytest -m "not gpu and not serial" -n 2 --dist loadfile -q
 	$(VENV) -m pytest -m "serial and not gpu" -q
-	LABKIT_TIER=recorded $(NBVAL) --nbval -n 2 --dist loadscope
-	LABKIT_TIER=recorded LABKIT_SOLUTIONS=1 $(NBVAL) --nbval -n 2 --dist loadscope
+	$(ALONE) LABKIT_TIER=recorded $(NBVAL) --nbval -n 2 --dist loadscope
+	$(ALONE) LABKIT_TIER=recorded LABKIT_SOLUTIONS=1 $(NBVAL) --nbval -n 2 --dist loadscope
 
 gpu-test:  ## on a machine with a GPU: kernels in bf16, timing, and the notebooks with live measurements
 	$(READY)

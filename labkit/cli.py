@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     model = commands.add_parser("model", help="fetch and verify a model, and convert it for fast loading")
     model.add_argument("name", nargs="?", default="smollm2-135m")
     bench = commands.add_parser("bench", help="measure every operator, or the engine, beside its ceiling and its peers")
-    bench.add_argument("what", choices=["kernels", "engine"], help="what to measure")
+    bench.add_argument("what", choices=["kernels", "engine", "serve"], help="what to measure")
     bench.add_argument("--record", help="also write the measurements into this recording")
     bench.add_argument("operators", nargs="*", help="kernels: only these operators (all, if none is given)")
     bench.add_argument("--model", default="llama-3-8b", help="engine: a shape, with random weights (llama-3-8b)")
@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--no-eager", action="store_true", help="engine: only with CUDA graphs")
     bench.add_argument("--no-peer", action="store_true", help="engine: without transformers beside it")
     bench.add_argument("--profile", action="store_true", help="engine: where the time of a decode step goes")
+    bench.add_argument("--requests", type=int, default=1000, help="serve: how many requests (1000)")
+    bench.add_argument("--rate", type=float, default=40.0, help="serve: arrivals a second (40)")
+    bench.add_argument("--trace", help="serve: a file for the scheduler's trace (.json or .json.gz)")
     record = commands.add_parser("record", help="take the labs' measurements on this GPU and write its recording")
     record.add_argument("labs", nargs="*", help="numbers of the labs, such as 00 01 (all, if none is given)")
     record.add_argument("--out", help="recording to write (labkit/recordings/GPU.json, if not given)")
@@ -65,6 +68,10 @@ def _bench(args) -> int:
         os.environ["LABKIT_RECORD"] = args.record
     if args.what == "engine":
         return _bench_engine(args)
+    if args.what == "serve":
+        from labkit.bench.serve import bench_serve
+
+        return bench_serve(args.model, args.requests, args.rate, args.trace)
     from labkit.measure.bench import bench
     from labkit.measure.bench_kernels import rows
 

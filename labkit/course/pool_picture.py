@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from labkit.course.style import COLORS
 from labkit.engine.trace import Trace
@@ -47,7 +48,9 @@ def draw_pool(trace: Trace, title: str = "") -> tuple[Figure, str]:
     for value in np.unique(grid):
         color = PLAIN.get(value) or COLORS[value % (len(COLORS) - 1)]  # the last colour, black, is too near "shared"
         image[(grid[:, 1:] == value).T] = to_rgb(color)
-    fig, ax = plt.subplots(figsize=(7.2, 1.6 + min(4.0, 0.16 * blocks)))
+    height = 1.6 + min(4.0, 0.16 * blocks)  # inches
+    fig, ax = plt.subplots(figsize=(7.2, height))
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.imshow(image, aspect="auto", origin="lower", interpolation="nearest", extent=(0, steps, 0.5, blocks + 0.5))
     if blocks <= LABELLED_BLOCKS:
         least = max(2, steps // 25)  # a shorter stretch has no room for a number
@@ -59,7 +62,8 @@ def draw_pool(trace: Trace, title: str = "") -> tuple[Figure, str]:
         ax.plot(lost, np.full(lost.size, blocks + 1.2), "x", color="black", clip_on=False, label="preempted")
     kinds = [k for k in (FREE, CACHED, SHARED) if (grid[:, 1:] == k).any()]
     handles = [Patch(facecolor=PLAIN[k], edgecolor="black", label=NAMES[k]) for k in kinds]
-    ax.legend(handles=[*handles, *ax.get_lines()], loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=4, fontsize=9)
+    below = (0.5, -0.6 / (height - 1.2))  # as far below the axes in any height: room for the axis and its label
+    ax.legend(handles=[*handles, *ax.get_lines()], loc="upper center", bbox_to_anchor=below, ncols=4, fontsize=9)
     ax.set(xlabel="step", ylabel="block", ylim=(0.5, blocks + 0.5))
     ax.set_title(title, pad=16)  # above the crosses
     ax.grid(False)

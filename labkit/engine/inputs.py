@@ -17,13 +17,14 @@ are not compiled once more for each alignment. width is that of the longest sequ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 
 import numpy as np
 import torch
 
+from labkit.engine.request import Request
 from labkit.engine.step import Chunk
 
 ALIGN = 4  # int32 elements
@@ -43,6 +44,24 @@ class Batch:
     tables: torch.Tensor
     max_q: int
     decode: bool
+
+
+class Unread:
+    """The tokens that a step has left in the token buffer: row i holds the one of requests[i] at positions[i]."""
+
+    def __init__(self, requests: tuple[Request, ...] = (), positions: tuple[int, ...] = ()):
+        self.requests, self.positions = requests, positions
+        self._rows: dict[int, tuple[int, int]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.requests)
+
+    def get(self, id: int) -> tuple[int, int]:
+        """(position, row) of a request by its id; (-1, -1) if the step sampled none for it."""
+        if self._rows is None:
+            pairs = zip(self.requests, self.positions, strict=True)
+            self._rows = {request.id: (position, row) for row, (request, position) in enumerate(pairs)}
+        return self._rows.get(id, (-1, -1))
 
 
 def layout(tokens: int, seqs: int, width: int) -> tuple[dict[str, tuple[int, int]], int]:
@@ -76,19 +95,20 @@ class InputBuilder:
         if cuda:
             self.stage()
         self.tables = np.zeros((max_seqs, self.width), dtype=np.int32)  # a row a request, kept from step to step
-        self._rows: dict[int, tuple[int, list[int]]] = {}  # request id -> (row of tables, the blocks written there)
+        self._rows: dict[int, tuple[int, list[int], int]] = {}  # request id -> (row of tables, blocks, how many stand)
         self._free = list(range(max_seqs))
+        self._last: tuple = (), [], np.empty(0, np.intp), np.empty(0, np.intp)  # of the last step, see _table_rows
 
     def stage(self) -> None:
         """From now on Batches lie in one buffer on the device, and not where the host writes them."""
         self.buffer = torch.zeros_like(self._host[0], device=self.device)
 
-    def build(self, chunks: tuple[Chunk, ...], unread: Mapping[int, tuple[int, int]], pad_to: int = 0) -> Batch:
+    def build(self, chunks: tuple[Chunk, ...], unread: Unread | None = None, pad_to: int = 0) -> Batch:
         """The batch of ``chunks``, of at least one token each.
 
-        unread: {request id: (position, row of the token buffer)} of tokens sampled by the step before; they are read
-        on the device, also where the host knows them already. pad_to: sequences (and tokens) of a decode step to fill
-        up to, with rows that store nothing and attend to nothing.
+        unread: tokens sampled by the step before; they are read on the device, also where the host knows them already.
+        pad_to: sequences (and tokens) of a decode step to fill up to, with rows that store nothing and attend to
+        nothing.
         """
         requests, starts, counts, samples = zip(*chunks, strict=True)
         longest = max(counts)
@@ -104,7 +124,7 @@ class InputBuilder:
             self._copied[turn].synchronize()  # two steps back: it has ended long ago, unless steps are very short
         array = self._arrays[turn]
         view = {name: array[begin:stop] for name, (begin, stop) in places.items()}
-        self._fill(view, requests, starts, counts, samples, unread)
+        self._fill(view, requests, starts, counts, samples, unread or Unread())
         buffer = self._send(turn, end)
         return self.views(buffer, tokens, seqs, sum(samples), longest, decode)
 
@@ -127,15 +147,19 @@ class InputBuilder:
 
     def _fill(self, view, requests, starts, counts, samples, unread) -> None:
         real, n, decode = len(requests), sum(counts), max(counts) == 1
-        rows = np.array(self._table_rows(requests), np.intp)
+        rows = self._table_rows(requests)
         first, count = np.array(starts, np.int32), np.array(counts, np.int32)
         bounds, ids, source = view["bounds"], view["ids"], view["source"]
         bounds[0] = 0
         np.cumsum(count, out=bounds[1 : real + 1])
         source[:] = -1
         if decode:
-            ids[:real] = [request.token_ids[start] for request, start in zip(requests, starts, strict=True)]
             positions, of = first, rows
+            if unread.requests == requests and unread.positions == starts:
+                # Decoding goes on as it was: every token is the one that the step before left in the same row.
+                ids[:real], source[:real], unread = 0, np.arange(real), Unread()
+            else:
+                ids[:real] = [request.token_ids[start] for request, start in zip(requests, starts, strict=True)]
         else:
             for request, start, some, begin in zip(requests, starts, counts, bounds.tolist(), strict=False):
                 ids[begin : begin + some] = request.token_ids[start : start + some]
@@ -143,8 +167,7 @@ class InputBuilder:
             positions = np.arange(n, dtype=np.int32) + np.repeat(first - bounds[:real], count)
             of = np.repeat(rows, count)
         if unread:
-            nothing = -1, -1
-            pairs = chain.from_iterable([unread.get(request.id, nothing) for request in requests])
+            pairs = chain.from_iterable([unread.get(request.id) for request in requests])
             found = np.fromiter(pairs, np.int32, 2 * real).reshape(real, 2)
             offset = found[:, 0] - first  # of the unread token in its chunk
             here = (offset >= 0) & (offset < count)
@@ -167,27 +190,42 @@ class InputBuilder:
         np.take(self.tables, rows, axis=0, out=tables[:real], mode="clip")  # "raise" would copy once more
         tables[real:] = 0
 
-    def _table_rows(self, requests) -> list[int]:
-        """Each request's row of ``tables``, brought up to date. A table only grows while its request runs, so mostly
-        one entry is written; one that lost its blocks or was moved to others is written anew."""
-        rows = []
-        for request in requests:
-            held, blocks = self._rows.get(request.id), request.blocks
-            if held is None:
-                if not self._free:
-                    here = {request.id for request in requests}
-                    for gone in [id for id in self._rows if id not in here]:
-                        self._free.append(self._rows.pop(gone)[0])
-                held = (self._free.pop(), [])
-            row, known = held
-            if known != blocks:
-                same = len(known) if known == blocks[: len(known)] else 0
-                self.tables[row, same : len(blocks)] = blocks[same:]
-                if not same:
-                    self.tables[row, len(blocks) :] = 0
-                self._rows[request.id] = (row, list(blocks))
-            rows.append(row)
+    def _table_rows(self, requests: tuple[Request, ...]) -> np.ndarray:
+        """Each request's row of ``tables``, brought up to date.
+
+        A list of blocks only grows; where a block is exchanged, the request gets another list. So a table is right if
+        it was written from this list and the list is as long as then, and mostly there is one entry to write.
+        """
+        last, last_blocks, lengths, rows = self._last
+        blocks = [request.blocks for request in requests]
+        now = np.fromiter(map(len, blocks), np.intp, len(blocks))
+        if requests == last and all(map(is_, blocks, last_blocks)):
+            changed = np.nonzero(now != lengths)[0].tolist()
+        else:
+            changed, rows = range(len(requests)), np.empty(len(requests), np.intp)
+        for i in changed:
+            rows[i] = self._table_row(requests[i], requests)
+        self._last = requests, blocks, now, rows
         return rows
+
+    def _table_row(self, request: Request, requests: tuple[Request, ...]) -> int:
+        blocks = request.blocks
+        row, known, same = self._rows.get(request.id) or (self._free_row(requests), None, 0)
+        if known is not blocks or same != len(blocks):
+            if known is not blocks:
+                same = 0
+                self.tables[row, len(blocks) :] = 0
+            self.tables[row, same : len(blocks)] = blocks[same:]
+            self._rows[request.id] = row, blocks, len(blocks)
+        return row
+
+    def _free_row(self, requests: tuple[Request, ...]) -> int:
+        """A row that no request of this step has."""
+        if not self._free:
+            here = {request.id for request in requests}
+            for gone in [id for id in self._rows if id not in here]:
+                self._free.append(self._rows.pop(gone)[0])
+        return self._free.pop()
 
 
 def to_device(values, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -149,12 +149,13 @@ class Model:
                 raise LabError(f"the cache is for {cache.batch} sequences and ids has {batch} rows")
             cache.room_for(n)
         c, w = self.config, self.weights
-        cos, sin = rotary_table(positions, self._freqs, self._rotary_scale)
+        cos, sin = self.rotary(positions)
         hidden, eps = (c.hidden_size,), c.rms_eps
         x = F.embedding(ids.reshape(-1), w.embedding)  # [batch * n, hidden]: rows are tokens from here on
         with sdpa_kernel(SDPA_BACKENDS):
             for i, layer in enumerate(w.layers):
-                x += self._attention(layer, i, F.rms_norm(x, hidden, layer.attn_norm, eps), cos, sin, cache, n)
+                y = self.attend(layer, i, F.rms_norm(x, hidden, layer.attn_norm, eps), cos, sin, cache, n)
+                x += F.linear(y, layer.attn_out)
                 gate, up = F.linear(F.rms_norm(x, hidden, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
                 x += F.linear(F.silu(gate) * up, layer.down)
         if cache is not None:
@@ -162,8 +163,12 @@ class Model:
         x = x.view(batch, n, -1) if all_logits else x.view(batch, n, -1)[:, -1]
         return F.linear(F.rms_norm(x, hidden, w.final_norm, eps), w.lm_head).float()
 
-    def _attention(self, layer: LayerWeights, i: int, x, cos, sin, cache: KVCache | None, n: int) -> torch.Tensor:
-        """x: [batch * n, hidden] -> [batch * n, hidden]."""
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: int64 [n] -> what ``attend`` takes of them: fp32 cos and signed sin, [n, 1, head_dim] each."""
+        return rotary_table(positions, self._freqs, self._rotary_scale)
+
+    def attend(self, layer: LayerWeights, i: int, x, cos, sin, cache: KVCache | None, n: int) -> torch.Tensor:
+        """Layer i up to what ``attn_out`` multiplies. x: [batch * n, hidden], normalised -> [batch * n, q_size]."""
         c = self.config
         rotated = c.num_heads + c.num_kv_heads  # queries and keys lie side by side and are turned together
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, n, rotated + c.num_kv_heads, c.head_dim)
@@ -176,5 +181,4 @@ class Model:
         q, k, v = qk[:, : c.num_heads], qk[:, c.num_heads :], v.transpose(1, 2)
         if cache is not None:
             k, v = cache.write(i, k, v)
-        out = attention(q, k, v)
-        return F.linear(out.transpose(1, 2).reshape(x.shape[0], c.q_size), layer.attn_out)
+        return attention(q, k, v).transpose(1, 2).reshape(x.shape[0], c.q_size)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from operator import add
 
 import torch
 
 from kernels.argmax import OP as argmax
 from labkit.engine.graphs import CaptureFailed, CudaCapture, DecodeGraphs, bucket_of
-from labkit.engine.inputs import Batch, InputBuilder, to_device
+from labkit.engine.inputs import Batch, InputBuilder, Unread, to_device
 from labkit.engine.kv import PagedKV, check_block_size
 from labkit.engine.memory import SAMPLED, blocks_that_fit, largest_step, peak_bytes, rehearsal, warm_up_steps
 from labkit.engine.model import Model
@@ -62,7 +63,7 @@ class Runner:
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_batched_tokens
         self.max_model_len = model.config.max_positions if max_model_len is None else max_model_len
         self.graphs: DecodeGraphs | None = None
-        self._unread: dict[int, tuple[int, int]] = {}  # of the newest step: request id -> (position, row of tokens)
+        self._unread = Unread()  # what the newest step left in ``tokens``
         with self._on_device():
             self.model = PagedModel(model, self.max_model_len, ops)
             self.inputs = InputBuilder(block_size, max_num_seqs, max_batched_tokens, self.max_model_len, self.device)
@@ -88,7 +89,7 @@ class Runner:
 
     def _run(self, step: Step) -> StepResult:
         self.kv.move(step.swap_out, step.copies, step.swap_in)
-        unread, self._unread = self._unread, {}  # a step that fails leaves no token for the next to read
+        unread, self._unread = self._unread, Unread()  # a step that fails leaves no token for the next to read
         if not step.chunks:
             return StepResult([], None, None)
         chunks = step.sampling
@@ -107,7 +108,8 @@ class Runner:
         else:
             sampled = self._sample(logits, chunks, batch)
             self.tokens[: len(chunks)] = sampled.tokens
-        self._unread = {chunk.request.id: (chunk.start + chunk.count, row) for row, chunk in enumerate(chunks)}
+        requests, starts, counts, _ = zip(*chunks, strict=True)
+        self._unread = Unread(requests, tuple(map(add, starts, counts)))
         return StepResult(chunks, logits, sampled)
 
     def decode_step(self, batch: Batch, logits: torch.Tensor) -> None:
@@ -146,7 +148,7 @@ class Runner:
         for sizes in warm_up_steps(self.max_num_seqs, self.max_batched_tokens, self.max_model_len):
             self.run(rehearsal(sizes, block_size, SAMPLED))
         self.kv.data[:, :, 1].zero_()
-        self._unread = {}
+        self._unread = Unread()
 
     def _fitting_blocks(self, block_size: int, share: float) -> int:
         """How many blocks of cache there is room for."""
@@ -157,6 +159,6 @@ class Runner:
         sizes = largest_step(self.max_num_seqs, self.max_batched_tokens, self.max_model_len)
         self.kv = PagedKV(self.config, 2, block_size, self.model.dtype, self.device)
         peak = peak_bytes(self.run, rehearsal(sizes, block_size, SAMPLED), self.device)
-        self._unread = {}
+        self._unread = Unread()
         torch.cuda.empty_cache()
         return blocks_that_fit(*torch.cuda.mem_get_info(self.device), peak, size, share)

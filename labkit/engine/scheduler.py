@@ -75,6 +75,7 @@ class Scheduler(Ledger):
         """Every running request gets on. Those that sample get one token each; what is left goes to unfinished prompts
         in order of rank, but for one token for each request behind: a long prompt must not hold up the others."""
         index, shift, chunks, budget = draft.index, self.pool.shift, draft.chunks, draft.budget
+        new = tuple.__new__  # Chunk(...) takes twice as long, and there are 256 in a step
         behind = len(self.running)
         for request in self.running:  # preemption pops from the end of this list, never one already served
             behind -= 1
@@ -89,7 +90,7 @@ class Scheduler(Ledger):
                     draft.closed = draft.closed or "a running request is short of blocks"
                     continue
                 self._grow(request, need, draft)
-            chunks.append(Chunk(request, start, end - start, end == have))
+            chunks.append(new(Chunk, (request, start, end - start, end == have)))
             request.num_computed, request.last_step = end, index
             budget -= end - start
             if end == have:
@@ -216,6 +217,7 @@ class Scheduler(Ledger):
             if self.trace is not None:
                 self.trace.on_release(request)  # its table is told anew, since its last block may change
             if copy:
+                request.blocks = list(request.blocks)  # an exchanged block makes another list, see InputBuilder
                 draft.copies.append(pool.unshare(request.blocks, len(request.blocks) - 1))
         else:
             pool.touch(hits)  # before allocate, which would hand out the very blocks that were hit

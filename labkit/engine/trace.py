@@ -17,6 +17,7 @@ is kept for its prefix is told by ``cache``. ``TraceView`` puts it together agai
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -140,13 +141,16 @@ class Trace:
         return trace
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")), encoding="utf-8")
+        """Write it as JSON; compressed, and the same bytes for the same trace, if the name ends in .gz."""
+        data = json.dumps(self.to_dict(), separators=(",", ":")).encode()
+        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
+            data = Path(path).read_bytes()
+            return cls.from_dict(json.loads(gzip.decompress(data) if str(path).endswith(".gz") else data))
+        except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
             raise LabError(f"{path} cannot be read as a trace ({error})") from error
 
     def replay(self) -> tuple[Scheduler, Trace]:

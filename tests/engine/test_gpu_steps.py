@@ -78,7 +78,7 @@ def test_a_graph_gives_what_its_step_gives_eagerly(family, dtype, batch, runners
     runner.kv.data.copy_(before)
     eager = torch.full_like(replayed, float("nan"))
     with torch.inference_mode():
-        runner.decode_step(runner.inputs.build(decode(requests).chunks, {}, pad_to=bucket), eager)
+        runner.decode_step(runner.inputs.build(decode(requests).chunks, pad_to=bucket), eager)
     assert torch.equal(eager, replayed), f"logits differ by up to {(eager - replayed).abs().max():.2e}"
     assert torch.equal(runner.tokens[:batch].long().cpu(), torch.tensor(result.token_ids()))
     assert torch.equal(runner.kv.data.nan_to_num(7.0), after.nan_to_num(7.0)), "keys and values differ"

@@ -1,0 +1,41 @@
+"""Round-to-nearest over a whole model: the baseline that needs no data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from labkit.quant.blocks import PRODUCTS, check_groups
+from labkit.quant.formats import Format, Quantised, quantise
+
+
+@dataclass
+class Report:
+    """What a method did to a model. quantised: for each layer {product: its codes}. choices: for each layer {product:
+    what was searched and found}, in the method's own terms."""
+
+    format: Format
+    quantised: list[dict[str, Quantised]] = field(default_factory=list)
+    choices: list[dict[str, dict]] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def rtn(model, fmt: Format) -> Report:
+    """Quantise all products of ``model``, in place: its weights become what their codes stand for.
+
+    Raises LabError for groups that do not divide the rows, or NaN in the weights, before anything is changed.
+    """
+    check_groups(model, fmt)
+    report = Report(fmt)
+    for layer in model.weights.layers:
+        report.quantised.append({name: quantise(getattr(layer, name), fmt) for name in PRODUCTS})
+    put(model, report)
+    return report
+
+
+def put(model, report: Report) -> None:
+    """Let the model's weights be what the report's codes stand for."""
+    for layer, products in zip(model.weights.layers, report.quantised, strict=True):
+        for name, quantised in products.items():
+            getattr(layer, name).copy_(quantised.dequantise(layer.attn_out.dtype))
