@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from labkit.engine.awq_folder import is_awq, load_awq
 from labkit.engine.config import ModelConfig
 from labkit.engine.fetch import BUILTIN, fetch_model
 from labkit.engine.gguf import converted_folder
@@ -27,7 +28,7 @@ def load(
     seed: int = 0,
     progress: Callable[[str], None] | None = print,
 ) -> tuple[Model, Tokenizer | None]:
-    """(model, tokenizer) from a built-in name, a GGUF file, a Hugging Face folder, or a ModelConfig.
+    """(model, tokenizer) from a built-in name, a GGUF file, a Hugging Face folder (plain or AWQ), or a ModelConfig.
 
     A ModelConfig gets random weights from ``seed`` and no tokenizer. ``progress`` gets a line when something slow
     starts: a download, a conversion. Raises LabError for a source that is none of these or is damaged, an unknown
@@ -38,7 +39,9 @@ def load(
         return Model(source, random_weights(source, dtype, device, seed)), None
     folder = _folder(source, progress)
     config = read_config(folder)
-    model = Model(config, load_weights(folder, config, dtype, device))
+    old = (folder / "quant_config.json").is_file()  # where older AWQ checkpoints tell their format
+    read = load_awq if old or is_awq(_read_json(folder / "config.json")) else load_weights
+    model = Model(config, read(folder, config, dtype, device))
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise LabError(f"{folder}: {tokenizer.vocab_size} tokens in tokenizer.json, {config.vocab_size} in config.json")
@@ -49,7 +52,8 @@ def read_config(folder: Path) -> ModelConfig:
     """The shape in ``folder``'s config.json. Where a generation_config.json lists end tokens, those hold: chat models
     end a turn with a token that config.json may not name."""
     try:
-        config = ModelConfig.from_hf(_read_json(folder / "config.json"))
+        hf = _read_json(folder / "config.json")
+        config = ModelConfig.from_hf({**hf, "quantization_config": None} if is_awq(hf) else hf)
         extra = folder / "generation_config.json"
         eos = _read_json(extra).get("eos_token_id") if extra.exists() else None
         if eos is not None:

@@ -86,7 +86,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype=torch.float32, device=
         got = tuple(where[name].get_slice(name).get_shape())
         if got != shape:
             raise LabError(f"{folder}: the tensor {name} has shape {got}, and its config.json asks for {shape}")
-    return _assemble(config, lambda name, out: out.copy_(where[name].get_tensor(name)), dtype, device)
+    return assemble(config, lambda name, out: out.copy_(where[name].get_tensor(name)), dtype, device)
 
 
 def random_weights(config: ModelConfig, dtype=torch.float32, device="cpu", seed: int = 0) -> Weights:
@@ -104,10 +104,10 @@ def random_weights(config: ModelConfig, dtype=torch.float32, device="cpu", seed:
         else:
             out.normal_(0.0, 0.02, generator=generator)
 
-    return _assemble(config, fill, dtype, device)
+    return assemble(config, fill, dtype, device)
 
 
-def _assemble(config: ModelConfig, fill: Callable[[str, torch.Tensor], object], dtype, device) -> Weights:
+def assemble(config: ModelConfig, fill: Callable[[str, torch.Tensor], object], dtype, device) -> Weights:
     """Allocate every matrix in its final layout and let ``fill(name, out)`` write each checkpoint tensor into it."""
     shapes = tensor_shapes(config)
 
