@@ -13,9 +13,10 @@ from labkit.quant import Format, awq, builtin, calibration_tokens, rtn
 from labkit.quant.blocks import copy_of
 from labkit.quant.quality import as_perplexity, compare, token_losses
 
-# In a process of its own, whose peak memory is that of nothing else.
+# In a process of its own, whose peak memory is that of nothing else. (getrusage would not do: what it calls the peak of
+# a process includes that of its parent at the fork.)
 QUANTISE = """
-import json, resource, sys, time
+import json, re, sys, time
 from labkit.engine import load
 from labkit.engine.awq_folder import save_awq
 from labkit.quant import Format, awq, builtin, calibration_tokens
@@ -23,8 +24,8 @@ start = time.perf_counter()
 model, tokenizer = load("smollm2-135m", progress=None)
 seen = calibration_tokens(builtin("prose", "calibration"), tokenizer)
 save_awq(model, awq(model, Format(4, 64), seen, progress=False), sys.argv[1])
-seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": seconds, "gib": peak / 2**20}))
+peak = int(re.search("VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+print(json.dumps({"seconds": time.perf_counter() - start, "gib": peak / 2**20}))
 """
 
 
