@@ -192,7 +192,7 @@ def _refuse_what_would_be_ignored(hf: dict) -> None:
             raise LabError(f"{key}=true is not supported: of all biases only qwen2's on q, k and v is implemented")
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method")
-        raise LabError(f"the checkpoint is quantised ({method}); this loader reads unquantised safetensors or GGUF")
+        raise LabError(f"the checkpoint is quantised ({method}); this loader reads plain or AWQ safetensors, or GGUF")
     if hf.get("partial_rotary_factor", 1.0) != 1.0:
         raise LabError("partial_rotary_factor other than 1 is not supported: the rotary embedding turns whole heads")
 

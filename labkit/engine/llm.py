@@ -74,7 +74,7 @@ class LLM:
         progress: Callable[[str], None] | None = print,
     ):
         if quantization is not None:
-            raise LabError(f"quantization must be None: quantised weights are not served yet, got {quantization!r}")
+            raise LabError(f"quantization must be None (config.json tells that a folder is AWQ), got {quantization!r}")
         settings = dict(
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, policy=policy, preemption=preemption,
             chunked_prefill=chunked_prefill, host_blocks=host_blocks, batching=batching,

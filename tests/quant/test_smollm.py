@@ -24,7 +24,7 @@ start = time.perf_counter()
 model, tokenizer = load("smollm2-135m", progress=None)
 seen = calibration_tokens(builtin("prose", "calibration"), tokenizer)
 save_awq(model, awq(model, Format(4, 64), seen, progress=False), sys.argv[1])
-peak = int(re.search("VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 print(json.dumps({"seconds": time.perf_counter() - start, "gib": peak / 2**20}))
 """
 
