@@ -216,6 +216,7 @@ def _merge_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # launched while _decode_kernel runs: saves 0.8 us
     row = tl.program_id(0).to(tl.int64)  # seq * HEADS + head
     length = tl.minimum(tl.load(length_ptr + row // HEADS), max_blocks * PAGE)

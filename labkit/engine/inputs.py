@@ -103,18 +103,25 @@ class InputBuilder:
         """From now on Batches lie in one buffer on the device, and not where the host writes them."""
         self.buffer = torch.zeros_like(self._host[0], device=self.device)
 
-    def build(self, chunks: tuple[Chunk, ...], unread: Unread | None = None, pad_to: int = 0) -> Batch:
+    def seqs_of(self, tokens: int) -> int:
+        """Rows for sequences in a padded step of ``tokens`` that is no decode step."""
+        return min(tokens, self.max_seqs)
+
+    def build(
+        self, chunks: tuple[Chunk, ...], unread: Unread | None = None, pad_to: int = 0, pad_tokens: int = 0
+    ) -> Batch:
         """The batch of ``chunks``, of at least one token each.
 
         unread: tokens sampled by the step before; they are read on the device, also where the host knows them already.
         pad_to: sequences (and tokens) of a decode step to fill up to, with rows that store nothing and attend to
-        nothing.
+        nothing. pad_tokens: tokens of another step to fill up to, with tokens of no sequence, and ``seqs_of`` that
+        many sequences, with empty ones.
         """
         requests, starts, counts, samples = zip(*chunks, strict=True)
         longest = max(counts)
         decode = longest == 1
-        seqs = max(len(chunks), pad_to)
-        tokens = seqs if decode else sum(counts)
+        seqs = self.seqs_of(pad_tokens) if pad_tokens else max(len(chunks), pad_to)
+        tokens = pad_tokens or (seqs if decode else sum(counts))
         places, end = layout(tokens, seqs, self.width)
         if end > len(self._host[0]) or seqs > self.max_seqs:
             raise RuntimeError(f"a step of {tokens} tokens of {seqs} requests is more than this engine was built for")
@@ -183,9 +190,10 @@ class InputBuilder:
         np.add(first, count, out=view["seq_lens"][:real])
         # Padding is written in every step: what a larger batch left here would be a stale row.
         ids[n:], view["positions"][n:], view["slots"][n:], view["seq_lens"][real:] = 0, 0, -1, 0
-        bounds[real + 1 :] = np.arange(n + 1, n + 1 + len(bounds) - real - 1)
+        bounds[real + 1 :] = np.arange(n + 1, n + 1 + len(bounds) - real - 1) if decode else n
         wanted = np.array(samples, bool)
-        view["rows"][: np.count_nonzero(wanted)] = bounds[1 : real + 1][wanted] - 1
+        some = np.count_nonzero(wanted)
+        view["rows"][:some], view["rows"][some:] = bounds[1 : real + 1][wanted] - 1, 0
         tables = view["tables"].reshape(-1, self.width)
         np.take(self.tables, rows, axis=0, out=tables[:real], mode="clip")  # "raise" would copy once more
         tables[real:] = 0

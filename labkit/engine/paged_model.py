@@ -118,7 +118,7 @@ class PagedModel:
         for i, layer in enumerate(w.layers):
             qkv = gemv(residual, layer.qkv, bias=layer.qkv_bias, eps=eps, gamma=layer.attn_norm)
             x = self._attention(layer, qkv, batch, kv.layers[i])
-            gemv(x, layer.attn_out, residual=residual, out=residual)
+            gemv(x, layer.attn_out, residual=residual, out=residual, ahead=True)
             x = gemv(residual, layer.gate_up, eps=eps, gamma=layer.mlp_norm, gated=True)
             gemv(x, layer.down, residual=residual, out=residual)
         return gemv(residual, w.lm_head, eps=eps, gamma=w.final_norm, out=out)

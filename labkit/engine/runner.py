@@ -21,6 +21,7 @@ from labkit.engine.graphs import CaptureFailed, CudaCapture, DecodeGraphs, bucke
 from labkit.engine.inputs import Batch, InputBuilder, Unread, to_device
 from labkit.engine.kv import PagedKV, check_block_size
 from labkit.engine.memory import SAMPLED, blocks_that_fit, largest_step, peak_bytes, rehearsal, warm_up_steps
+from labkit.engine.mixed_graphs import MixedGraphs
 from labkit.engine.model import Model
 from labkit.engine.paged_model import PagedModel
 from labkit.engine.result import StepResult
@@ -63,6 +64,7 @@ class Runner:
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_batched_tokens
         self.max_model_len = model.config.max_positions if max_model_len is None else max_model_len
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         self._unread = Unread()  # what the newest step left in ``tokens``
         with self._on_device():
             self.model = PagedModel(model, self.max_model_len, ops)
@@ -75,7 +77,10 @@ class Runner:
             if self.device.type == "cuda":
                 self.warm_up()
                 if cuda_graphs:
-                    self.capture_graphs(CudaCapture())
+                    capture = CudaCapture()
+                    self.capture_graphs(capture)
+                    if self.graphs is not None:
+                        self.capture_mixed(capture)
                 torch.cuda.synchronize(self.device)
 
     def _on_device(self):
@@ -95,15 +100,18 @@ class Runner:
         chunks = step.sampling
         decode, all_sample = all(chunk.count == 1 for chunk in step.chunks), len(chunks) == len(step.chunks)
         bucket = bucket_of(self.graphs.buckets, len(step.chunks)) if decode and self.graphs else None
-        batch = self.inputs.build(step.chunks, unread, pad_to=bucket or 0)
-        if bucket is not None:
+        mixed = bucket_of(self.mixed_graphs.buckets, step.num_tokens) if not decode and self.mixed_graphs else None
+        batch = self.inputs.build(step.chunks, unread, pad_to=bucket or 0, pad_tokens=mixed or 0)
+        if mixed is not None:
+            logits = self.mixed_graphs.replay(mixed)[: len(chunks)]
+        elif bucket is not None:
             logits = self.graphs.replay(bucket)
             logits = logits[: len(chunks)] if all_sample else logits.index_select(0, batch.rows)
         else:
             logits = self.model.forward(batch, self.kv, self.tokens, None if decode and all_sample else batch.rows)
         if not chunks:
             return StepResult([], logits, None)
-        if bucket is not None and all_sample and all(is_plain(chunk.request.params) for chunk in chunks):
+        if (mixed or (bucket and all_sample)) and all(is_plain(chunk.request.params) for chunk in chunks):
             sampled = Sampled(self.tokens[: len(chunks)])  # the graph took the argmax
         else:
             sampled = self._sample(logits, chunks, batch)
@@ -113,8 +121,9 @@ class Runner:
         return StepResult(chunks, logits, sampled)
 
     def decode_step(self, batch: Batch, logits: torch.Tensor) -> None:
-        """What a CUDA graph holds: the model over a decode batch, its logits [seqs, vocab] and their argmax."""
-        self.model.forward(batch, self.kv, self.tokens, None, out=logits)
+        """What a CUDA graph holds: the model over a batch, the logits [rows, vocab] that are asked for, their argmax.
+        Of a decode batch all rows are."""
+        self.model.forward(batch, self.kv, self.tokens, None if batch.decode else batch.rows, out=logits)
         argmax(logits, out=self.tokens[: len(logits)])
 
     def _sample(self, logits: torch.Tensor, chunks: list[Chunk], batch: Batch) -> Sampled:
@@ -141,6 +150,16 @@ class Runner:
             self.graphs = DecodeGraphs(self.inputs, self.decode_step, logits, self.max_num_seqs, capture)
         except CaptureFailed as error:
             warnings.warn(f"decode steps run eagerly, without CUDA graphs: {error}", RuntimeWarning, stacklevel=3)
+
+    def capture_mixed(self, capture: CudaCapture) -> None:
+        """Capture steps with prompts too, after those of decode, whose logits they share. A warning if the operators
+        do not allow it."""
+        try:
+            self.mixed_graphs = MixedGraphs(
+                self.inputs, self.decode_step, self.graphs.logits, self.max_batched_tokens, capture
+            )
+        except CaptureFailed as error:
+            warnings.warn(f"steps with prompts run eagerly: {error}", RuntimeWarning, stacklevel=3)
 
     def warm_up(self) -> None:
         """Run steps of every kind once, so that no request waits for a kernel to be compiled. Block 1 must be free."""

@@ -83,9 +83,27 @@ def paged_decode(q, k_cache, v_cache, block_tables, seq_lens, **_):
     return (p @ v).flatten(1, 2)
 
 
+def paged_extend(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, **_):
+    """As the kernel's definition, each token over the whole width of its sequence's table; padding gives NaN."""
+    tokens, heads, dim = q.shape
+    kv_heads, at = k_cache.shape[1], torch.arange(tokens)
+    seq = (at[:, None] >= cu_seqlens_q[1:]).sum(1)  # how many sequences end before each token
+    padding, seq = seq >= len(seq_lens), seq.clamp(max=len(seq_lens) - 1)
+    end = cu_seqlens_q[1:].gather(0, seq)
+    sees = seq_lens.gather(0, seq) - (end - 1 - at)  # the last token sees all
+    k, v = (c[block_tables.long()].transpose(1, 2).flatten(2, 3)[seq] for c in (k_cache, v_cache))
+    live = torch.arange(k.shape[2]) < sees[:, None]
+    k, v = (torch.where(live[:, None, :, None], t, 0.0) for t in (k, v))
+    s = q.unflatten(1, (kv_heads, -1)) @ k.transpose(2, 3) * dim**-0.5
+    p = torch.softmax(s.masked_fill(~live[:, None, None], float("-inf")), -1)
+    return torch.where(padding[:, None, None], float("nan"), (p @ v).flatten(1, 2))
+
+
 def rms_norm(x, weight, eps=1e-6):
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 #: operators of a CPU that a graph can hold
-CAPTURABLE = {"scatter": scatter, "paged_decode": paged_decode, "rms_norm": rms_norm}
+CAPTURABLE = {
+    "scatter": scatter, "paged_decode": paged_decode, "paged_extend": paged_extend, "rms_norm": rms_norm,
+}  # fmt: skip
