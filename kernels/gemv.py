@@ -84,19 +84,6 @@ def gemv_reference(x, w, *, bias=None, residual=None, eps=None, gamma=None, gate
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
-PIECES = tl.constexpr(16)  # that the bytes a row sends for are divided into, an instruction each
-
-
-@triton.jit
-def _send_for(w_ptr, first, n, stride_w, SKIP: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Ask for BYTES of each row of w, behind the first SKIP elements: memory brings them to L2, and nobody waits."""
-    rows = tl.minimum(first + tl.arange(0, ROWS), n - 1).to(tl.int64)[:, None]
-    piece: tl.constexpr = BYTES // PIECES
-    at = (w_ptr + rows * stride_w + SKIP).to(tl.int64, bitcast=True) + tl.arange(0, PIECES)[None, :] * piece
-    ask: tl.constexpr = f"cp.async.bulk.prefetch.L2.global [$1], {piece}; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(ask, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit
 def _gemv_kernel(
     x_ptr,  # [k]
@@ -112,7 +99,6 @@ def _gemv_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # programmatic dependent launch
-    AHEAD: tl.constexpr,  # bytes of each row of w to send for beyond the first step, as ask_ahead divides them
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -122,8 +108,6 @@ def _gemv_kernel(
     w = tl.load(w_at, mask=live & (ks < k)[None, :], other=0.0)
     if GATED:
         up = tl.load(up_at, mask=live & (ks < k)[None, :], other=0.0)
-    if AHEAD > 0:
-        _send_for(w_ptr, tl.program_id(0) * BLOCK_N, n, stride_w, BLOCK_K, BLOCK_N, AHEAD)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # whoever comes next may load its weights as well
         tl.extra.cuda.gdc_wait()  # from here on x and the residual are there, and out may be written
@@ -172,14 +156,12 @@ def gemv(
     gamma: torch.Tensor | None = None,
     gated: bool = False,
     out: torch.Tensor | None = None,
-    ahead: bool = False,
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """x: [1, k], w: [n, k] ([2 n, k] if gated), rows of any stride; bias: [w's rows]; residual: [1, n] -> [1, n].
 
-    eps: normalise x. gamma: [k], multiplied into x. out: [1, n], by default new; may be the residual. ahead: send for
-    all of w before waiting for the kernel before; it pays where that one leaves memory idle, as attention does at one
-    row. launch: instead of ``launch_of``.
+    eps: normalise x. gamma: [k], multiplied into x. out: [1, n], by default new; may be the residual. launch: instead
+    of ``launch_of``.
     Raises ValueError for shapes, dtypes or devices that do not fit, or k = 0.
     """
     _check(x, w, gated)
@@ -196,13 +178,10 @@ def gemv(
     if n:
         t = launch or launch_of(n, gated, arch(x.device))
         overlap = arch(x.device) >= 90
-        rest = (k - t.block_k) * x.element_size()
-        fits = rest > 0 and rest % (16 * PIECES.value) == 0 and (w.stride(0) * x.element_size()) % 16 == 0
-        ahead = ahead and overlap and fits and w.data_ptr() % 16 == 0
         _gemv_kernel[(triton.cdiv(n, t.block_n),)](
             x, w, gamma, bias, residual, out, n, k, w.stride(0), 0.0 if eps is None else eps,
             NORM=eps is not None, GATED=gated, BLOCK_N=t.block_n, BLOCK_K=t.block_k, STAGES=t.num_stages,
-            OVERLAP=overlap, AHEAD=rest if ahead else 0, num_warps=t.num_warps, launch_pdl=overlap,
+            OVERLAP=overlap, num_warps=t.num_warps, launch_pdl=overlap,
         )  # fmt: skip
     return out
 
@@ -224,7 +203,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, gated: bool) -> None:
         raise ValueError(f"gemv: a gated w holds gate and up, an even number of rows; got {w.shape[0]}")
 
 
-def gemv_cost(x, w, *, bias=None, residual=None, eps=None, gamma=None, gated=False, out=None, **_) -> Cost:
+def gemv_cost(x, w, *, bias=None, residual=None, eps=None, gamma=None, gated=False, out=None) -> Cost:
     """Everything once; a multiplication and an addition for each element of w, and of x where it is normalised."""
     n = w.shape[0] // (1 + gated)
     elements = w.numel() + x.numel() + n + sum(t.numel() for t in (bias, residual, gamma) if t is not None)

@@ -2,7 +2,7 @@
 
 A scenario gives several series (times a step, kernels a step, tokens a second); each is a reading named
 bench/engine/MODEL/SCENARIO/SERIES. On a GPU they are measured, and recorded where ``$LABKIT_RECORD`` asks for it;
-without one they are replayed, and no model is made.
+without one they are replayed, and no model is made. Some batches are decoded with weights of 4 bits too (bN-awq).
 
 A step's time is that between two returns of ``LLM.step`` while steps follow one another: the host's work counts
 wherever the GPU waits for it. Bytes are the least a step can move (``labkit.analysis.traffic``), its share is of the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from labkit.bench.scenarios import MIXED, STEPS, WARM, decode_scenario, fill, mi
 from labkit.bench.timeline import host_parts, host_table, kernel_table, profiled
 from labkit.engine.llm import LLM
 from labkit.engine.loader import load
+from labkit.engine.packed import bytes_a_weight
 from labkit.engine.presets import MODELS
 from labkit.errors import LabError
 from labkit.hardware import is_live
@@ -36,12 +38,14 @@ from labkit.measure.measurement import Reading
 from labkit.measure.timing import quartiles
 
 BATCHES, CONTEXT, MAX_TOKENS = (1, 8, 64, 256), 512, 8192
+PACKED_BATCHES = (1, 64)  # with weights of 4 bits, in groups of 128 where they divide the rows
 UNITS = {
     "step": "ms", "gpu": "ms", "context": "tokens", "kernels": "kernels", "launches": "launches", "work": "us",
     "scheduling": "us", "rate": "tokens/s",
 }  # fmt: skip
 GOALS = {"b1": 0.88, "b64": 0.85}  # share of the read roofline
 SCHEDULING_GOAL, MIXED_GOAL = 0.05, 25.0  # of a step of 256; times transformers' continuous batching
+PACKED_GOAL = 2.7  # times the rate in bf16, at batch 1
 
 
 # ---- what is measured, or replayed
@@ -57,6 +61,7 @@ class Bench:
         self.results: dict[str, dict[str, Reading]] = {}
         self.top = ceilings()  # first of all: it wants the memory to itself
         self._model = self._llm = None
+        self._made = (True, None)  # what the engine at hand was made for: graphs, quantization
 
     def run(self, batches=BATCHES, eager: bool = True, peer: bool = True) -> None:
         for graphs in (True, False) if eager else (True,):
@@ -65,6 +70,9 @@ class Bench:
                 self._take(scenario, partial(self._decode, graphs, batch))
             if graphs:
                 self._take("mixed", lambda: mixed_scenario(self.llm(True)))
+        for batch in PACKED_BATCHES:
+            if batch in batches:
+                self._take(f"b{batch}-awq", partial(self._decode, True, batch, "awq"))
         self.close()
         for attention in ("sdpa", "eager") if peer else ():
             if is_live():
@@ -73,14 +81,17 @@ class Bench:
                 for scenario in (*(f"transformers-{attention}-b{b}" for b in (1, 8)), "transformers-continuous"):
                     self._take(scenario, None)
 
-    def llm(self, graphs: bool) -> LLM:
-        """The engine, with or without graphs; one at a time, of the same weights."""
-        if self._llm is None or (self._llm.runner.graphs is not None) != graphs:
-            self._llm = None
+    def llm(self, graphs: bool, quantization: str | None = None) -> LLM:
+        """The engine, with or without graphs, in bf16 or in 4 bits; one at a time. Those in bf16 have the same weights,
+        and those in 4 bits have these, rounded."""
+        if self._llm is None or self._made != (graphs, quantization):
+            if self._made[1] != quantization:
+                self._model = None
+            self._llm, self._made = None, (graphs, quantization)
             gc.collect()
             torch.cuda.empty_cache()
             if self._model is None:
-                self._model = load(self.config, "bfloat16", "cuda", progress=None)
+                self._model = load(self.config, "bfloat16", "cuda", progress=None, quantization=quantization)
             tokens = CONTEXT + 2 * (STEPS + WARM + 64)
             blocks = 1 + max(BATCHES) * -(-tokens // 16)
             settings = dict(max_num_seqs=max(BATCHES), max_batched_tokens=MAX_TOKENS, num_blocks=blocks, trace=False)
@@ -88,7 +99,8 @@ class Bench:
             self._llm = LLM(self._model, max_model_len=2048, cuda_graphs=graphs, **settings)
             if graphs and self._llm.runner.graphs is None:
                 raise LabError("the engine's own decode step could not be captured; run the GPU tests")
-            self.say(f"engine{'' if graphs else ' without graphs'} ready in {time.perf_counter() - start:.1f} s")
+            kind = f"{'' if graphs else ' without graphs'}{' in 4 bits' if quantization else ''}"
+            self.say(f"engine{kind} ready in {time.perf_counter() - start:.1f} s")
         return self._llm
 
     def close(self) -> None:
@@ -98,8 +110,8 @@ class Bench:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _decode(self, graphs: bool, batch: int) -> dict:
-        return decode_scenario(self.llm(graphs), batch, CONTEXT)
+    def _decode(self, graphs: bool, batch: int, quantization: str | None = None) -> dict:
+        return decode_scenario(self.llm(graphs, quantization), batch, CONTEXT)
 
     def _take(self, scenario: str, run: Callable[[], dict] | None) -> None:
         """Every series of a scenario; one that cannot be had is left out, and a line says so."""
@@ -158,9 +170,13 @@ class Bench:
             if len(r.values) > 1:
                 out[f"{series}_quartiles"] = [round(low, 4), round(high, 4)]
         if "step" in found and "context" in found:
-            batch = int(scenario.removesuffix("-eager").removeprefix("b"))
-            cost = decode_step(self.config, batch, round(found["context"].value)).cost
+            batch, packed = int(re.match(r"b(\d+)", scenario)[1]), scenario.endswith("-awq")
+            width = bytes_a_weight(self.config) if packed else 2
+            cost = decode_step(self.config, batch, round(found["context"].value), width, lm_head_bytes=2).cost
             seconds = found["step"].value / 1e3
+            plain = self.results.get(f"b{batch}", {})
+            if packed and "step" in plain:
+                out["times_bf16"] = round(plain["step"].value / found["step"].value, 4)
             out |= {"bytes": cost.bytes, "tokens_per_s": round(batch / seconds, 1)}
             out["share_of_read"] = round(cost.bytes / seconds / 1e9 / self.top.read_gb_s, 4)
             if "gpu" in found:
@@ -176,6 +192,9 @@ class Bench:
             if scenario in self.results:
                 got = self.figures(scenario).get("share_of_read", 0.0)
                 rows.append((f"{scenario}: share of the read roofline", got, goal, got >= goal))
+        if "times_bf16" in (packed := self.figures("b1-awq") if "b1-awq" in self.results else {}):
+            got = packed["times_bf16"]
+            rows.append(("b1 in 4 bits: times the rate in bf16", got, PACKED_GOAL, got >= PACKED_GOAL))
         if "scheduling_share" in (big := self.figures("b256") if "b256" in self.results else {}):
             got = big["scheduling_share"]
             rows.append(("b256: scheduling's share of a step", got, SCHEDULING_GOAL, got < SCHEDULING_GOAL))
@@ -200,6 +219,7 @@ class Bench:
         return (
             f"{scenario:26}{f['step_ms']:9.3f}{spread:>18}{f['tokens_per_s']:10.0f}{f['bytes'] / 1e9:8.2f}"
             f"{f['share_of_read']:8.1%}{gpu}{''.join(counts)}{sched}"
+            + (f"  {f['times_bf16']:.2f} x bf16" if "times_bf16" in f else "")
         )
 
 
@@ -232,12 +252,14 @@ def bench_engine(name: str = "llama-3-8b", batches=BATCHES, eager: bool = True, 
     return 0 if all(g[3] for g in goals) else 1
 
 
-def profile_engine(name: str = "llama-3-8b", batches=(1, 64), graphs: bool = True, steps: int = 5) -> int:
+def profile_engine(
+    name: str = "llama-3-8b", batches=(1, 64), graphs: bool = True, steps: int = 5, quantization: str | None = None
+) -> int:
     """Print the dearest kernels and gaps of a decode step, and the host's timeline of one. Needs a GPU."""
     if not is_live():
         raise LabError("a profile needs a CUDA GPU: it looks at this machine's kernels, and none is recorded")
     bench = Bench(name)
-    llm = bench.llm(graphs)
+    llm = bench.llm(graphs, quantization)
     for batch in batches:
         lives = fill(llm, batch, CONTEXT, WARM + steps + 30)
         for _ in range(WARM):

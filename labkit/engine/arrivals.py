@@ -76,6 +76,8 @@ def with_lengths(
     such groups.
     """
     _positive(groups=groups)
+    if not shared_prefix >= 0:
+        raise LabError(f"shared_prefix must be at least 0 tokens, got {shared_prefix!r}")
     for name, (least, most) in (("prompt_len", prompt_len), ("output_len", output_len)):
         if not 1 <= least <= most:
             raise LabError(f"{name} must be a range (least, most) from 1 up, got ({least}, {most})")
@@ -96,14 +98,22 @@ def replayed_load(rows: Iterable[Sequence[float]] | str | Path, scale: float = 1
     if isinstance(rows, (str, Path)):
         try:
             rows = [json.loads(line) for line in Path(rows).read_text(encoding="utf-8").splitlines() if line.strip()]
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise LabError(f"{rows} must hold one JSON list [arrival_s, prompt, output] a line ({error})") from error
+    rows = list(rows)
+    for row in rows:
+        if not isinstance(row, Sequence) or len(row) != 3 or not all(_is_count(n) for n in row):
+            raise LabError(f"a row is [arrival_s, prompt tokens, output tokens], numbers of at least 0, got {row!r}")
     rng = np.random.default_rng([seed, 1])
     load = []
     for t, prompt, output in sorted(map(tuple, rows)):
         tokens = tuple(rng.integers(0, WORDS, int(prompt)).tolist())
         load.append(Arrival(t * scale, tokens, int(output), int(output)))
     return load
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < float("inf")
 
 
 def with_priorities(load: list[Arrival], shares: dict[int, float], seed: int = 0) -> list[Arrival]:

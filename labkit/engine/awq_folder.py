@@ -1,20 +1,22 @@
 """AWQ checkpoints as this engine's models: read from a Hugging Face folder, and written from a quantised model.
 
-Read weights become what their codes stand for, in the model's dtype: they compute what the checkpoint means and take
-the memory of unquantised ones.
+Read weights either stay packed (see packed.py), or become what their codes stand for, in the model's dtype: then they
+compute the same and take the memory of unquantised ones.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from labkit.engine.config import ModelConfig
-from labkit.engine.weights import Weights, assemble, tensor_shapes
+from labkit.engine.packed import pack
+from labkit.engine.weights import Product, Weights, assemble, copier, tensor_shapes
 from labkit.errors import LabError
-from labkit.quant.checkpoint import read_awq, write_awq
+from labkit.quant.checkpoint import AwqFiles, write_awq
 from labkit.quant.formats import Quantised
 from labkit.quant.rtn import Report
 
@@ -27,24 +29,37 @@ def is_awq(hf: object) -> bool:
     return isinstance(about, dict) and str(about.get("quant_method", "")).lower() == "awq"
 
 
-def load_awq(folder: Path, config: ModelConfig, dtype=torch.float32, device="cpu") -> Weights:
-    """The weights of an AWQ folder, dequantised. Raises LabError for another layout, or tensors that are missing or of
-    another shape than its config.json asks for."""
-    _, products, others = read_awq(folder)
-    shapes = tensor_shapes(config)
-    for name, shape in shapes.items():
-        q, plain = products.get(name.removesuffix(".weight")), others.get(name)
-        if q is None and plain is None:
+def load_awq(folder: Path, config: ModelConfig, dtype=torch.float32, device="cpu", packed: bool = False) -> Weights:
+    """The weights of an AWQ folder. packed: products stay as they are, in the kernel's order; else, and where a
+    checkpoint leaves one of the matrices that are stacked unquantised, they become what their codes stand for.
+
+    One product at a time is read and unpacked, on the device. Raises LabError for another layout, tensors that are
+    missing or of another shape than its config.json asks for, and what no kernel multiplies.
+    """
+    files, copy = AwqFiles(folder), copier(device)
+    quantised, plain = set(files.products), set(files.others)
+    for name, shape in tensor_shapes(config).items():
+        product = name.removesuffix(".weight")
+        if product not in quantised and name not in plain:
             raise LabError(f"{folder} lacks the tensor {name}, plain or quantised, which its config.json asks for")
-        got = tuple(plain.shape if q is None else q.codes.shape)
+        got = files.shape(product if product in quantised else name)
         if got != shape:
             raise LabError(f"{folder}: the tensor {name} has shape {got}, and its config.json asks for {shape}")
 
     def fill(name: str, out: torch.Tensor) -> None:
-        q = products.get(name.removesuffix(".weight"))
-        out.copy_(others[name] if q is None else q.dequantise())
+        product = name.removesuffix(".weight")
+        if product in quantised:
+            out.copy_(files.product(product, device).dequantise())
+        else:
+            copy(files.tensor(name), out)
 
-    return assemble(config, fill, dtype, device)
+    def keep(names: tuple[str, ...], make: Callable[[], torch.Tensor]) -> Product:
+        products = [name.removesuffix(".weight") for name in names]
+        if not quantised.issuperset(products):
+            return make()
+        return pack(_stacked([files.product(name, device) for name in products]), dtype, device)
+
+    return assemble(config, fill, dtype, device, keep if packed else None)
 
 
 def save_awq(model, report: Report, folder: str | Path, tokenizer_from: str | Path | None = None) -> Path:
@@ -87,3 +102,9 @@ def _split(q: Quantised, rows: dict[str, int]) -> dict[str, Quantised]:
     counts = list(rows.values())
     parts = zip(rows, q.codes.split(counts), q.scales.split(counts), q.zeros.split(counts), strict=True)
     return {name: Quantised(codes, scales, zeros, q.format) for name, codes, scales, zeros in parts}
+
+
+def _stacked(parts: list[Quantised]) -> Quantised:
+    """Matrices with one input, one below the other: what ``_split`` takes apart."""
+    codes, scales, zeros = (torch.cat([getattr(q, name) for q in parts]) for name in ("codes", "scales", "zeros"))
+    return Quantised(codes, scales, zeros, parts[0].format)

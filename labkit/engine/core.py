@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from labkit.engine.detokenize import Detokenizer
@@ -92,6 +93,8 @@ class Engine:
         self._flying: deque[tuple[Step, StepResult]] = deque()  # run, not committed
         self._next_id = 0
         self._lock = threading.RLock()
+        self._stepping = False
+        self._gone: list[int] = []  # aborted in the middle of a step
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0, salt=None) -> Live:
         """Queue a request. Raises LabError, with the reason, for one that can never run."""
@@ -109,14 +112,18 @@ class Engine:
         return live
 
     def abort(self, request_id: int) -> bool:
-        """End a request wherever it is -> whether it was there."""
+        """End a request wherever it is -> whether it was there. In the middle of a step (called by an operator, or by
+        the end of a forgotten stream, which Python's garbage collection may bring at any time) the scheduler is told
+        when the step has ended."""
         with self._lock:
             live = self.live.pop(request_id, None)
             if live is None:
                 return False
-            self.scheduler.abort(request_id)
             live.end("abort")
-            self._settle()
+            self._gone.append(request_id)
+            if not self._stepping:
+                with self._alone():
+                    pass
         return True
 
     @property
@@ -126,38 +133,67 @@ class Engine:
     def step(self) -> list[Live]:
         """Start a step and take in one -> the requests that have new tokens or have ended. [] if nothing is to do.
 
-        Does not raise for a step that fails; each of its requests ends with the error in ``Live.error``.
+        Does not raise for a step that fails; each of its requests ends with the error in ``Live.error``. An interrupt
+        (Ctrl-C) ends them too, and goes on to the caller. Raises LabError if called by an operator of this engine.
         """
         with self._lock:
-            step = self.scheduler.plan()
-            touched: list[Live] = []
-            if step is not None:
-                try:
-                    self._flying.append((step, self.runner.run(step)))
-                except Exception as error:
-                    while self._flying:  # in the order of planning: what ran before is taken in first
-                        touched += self._collect()
-                    return touched + self._fail(step, error)
-            elif not self._flying and self.live:
-                raise RuntimeError(f"{len(self.live)} requests are left, and the scheduler plans nothing for them")
-            if self._flying and (step is None or len(self._flying) > self.run_ahead):
-                touched += self._collect()
-            self._settle()
-            return touched
+            if self._stepping:
+                raise LabError("a step of this engine is running: an operator of its model cannot start another")
+            with self._alone():
+                return self._step()
+
+    @contextmanager
+    def _alone(self):
+        """Nothing else changes the scheduler meanwhile; what was asked for meanwhile is done at the end."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            try:
+                self._settle()
+            finally:
+                self._stepping = False
+
+    def _step(self) -> list[Live]:
+        touched: list[Live] = []
+        while len(self._flying) > self.run_ahead:  # an interrupt ended the wait for its tokens
+            touched += self._collect()
+        step = self.scheduler.plan()
+        if step is not None:
+            try:
+                self._flying.append((step, self.runner.run(step)))
+            except BaseException as error:  # also an interrupt: a planned step must be committed or fail, or none can
+                while self._flying:  # in the order of planning: what ran before is taken in first
+                    touched += self._collect()
+                touched += self._fail(step, error)
+                if not isinstance(error, Exception):
+                    raise
+                return touched
+        elif not self._flying and self.live:
+            raise RuntimeError(f"{len(self.live)} requests are left, and the scheduler plans nothing for them")
+        if self._flying and (step is None or len(self._flying) > self.run_ahead):
+            touched += self._collect()
+        return touched
 
     def _settle(self) -> None:
-        """If no request is left, take in the step that was started ahead for nobody: it holds blocks."""
-        while self._flying and not self.live:
-            self._collect()
+        """Tell the scheduler of aborts. If no request is left, take in the step that was started ahead for nobody: it
+        holds blocks."""
+        while self._gone or (self._flying and not self.live):
+            if self._gone:
+                self.scheduler.abort(self._gone.pop(0))
+            else:
+                self._collect()
 
     def _collect(self) -> list[Live]:
         """Take in the tokens of the oldest step that has run."""
-        step, result = self._flying.popleft()
+        step, result = self._flying[0]  # it stays there if an interrupt ends the wait
         try:
             tokens, logprobs = result.token_ids(), result.logprobs()
+            ended = self.scheduler.commit(step, tokens)
         except Exception as error:  # on a GPU an error may show itself only here
+            self._flying.popleft()
             return self._fail(step, error)
-        ended = self.scheduler.commit(step, tokens)
+        self._flying.popleft()
         touched = {}
         for chunk, token, logprob in zip(result.chunks, tokens, logprobs, strict=True):
             live = self.live.get(chunk.request.id)
@@ -173,7 +209,7 @@ class Engine:
                 live.end(request.finish_reason)
         return list(touched.values())
 
-    def _fail(self, step: Step, error: Exception) -> list[Live]:
+    def _fail(self, step: Step, error: BaseException) -> list[Live]:
         touched = []
         for request in self.scheduler.fail(step):
             if (live := self.live.pop(request.id, None)) is not None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels import kv_cache, paged_attention, paged_extend
+from kernels import awq_linear, kv_cache, paged_attention, paged_extend
 from kernels import rope as rope_kernel
-from labkit.engine.weights import Weights
+from labkit.engine.weights import Weights, multiply
 
 RAGGED = 2  # a batch padded to more than this many times its tokens is cut into groups of like lengths
 
@@ -69,6 +69,13 @@ class CpuOps:
     # ------------------------------------------------------------------------------------------- rows of a matrix
 
     linear = staticmethod(F.linear)
+
+    @staticmethod
+    def awq_linear(x, weight, *, bias=None, residual=None, eps=None, gamma=None, gated=False, out=None, **_):
+        if residual is None and eps is None and gamma is None and not gated and out is None:
+            return multiply(x, weight, bias)
+        around = dict(bias=bias, residual=residual, eps=eps, gamma=gamma, gated=gated, out=out)
+        return awq_linear.OP.reference(x, weight, **around)
 
     @staticmethod
     def rms_norm(x, weight, eps=1e-6):
@@ -191,7 +198,7 @@ def column_major(weights: Weights) -> None:
     for layer in weights.layers:
         for name in ("qkv", "attn_out", "gate_up", "down"):
             matrix = getattr(layer, name)
-            if matrix.stride(0) != 1:
+            if isinstance(matrix, torch.Tensor) and matrix.stride(0) != 1:
                 setattr(layer, name, matrix.t().contiguous().t())
     if weights.lm_head is not weights.embedding and weights.lm_head.stride(0) != 1:
         weights.lm_head = weights.lm_head.t().contiguous().t()

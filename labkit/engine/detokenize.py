@@ -20,6 +20,7 @@ class Detokenizer:
         """Without a tokenizer the text stays empty. Raises LabError for stop strings without a tokenizer."""
         if stop and tokenizer is None:
             raise LabError("stop strings need text, and this model has no tokenizer; use stop_token_ids")
+        self._tokenizer = tokenizer
         self._stream = None if tokenizer is None else tokenizer.stream(skip_special=True)
         self._stop, self._held, self._pieces = tuple(stop), "", []
         self.stopped = False
@@ -33,7 +34,9 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Text that ``token`` makes certain. After it ``stopped`` says whether a stop string is complete; the text ends
         before that string, and later tokens add nothing."""
-        return "" if self._stream is None or self.stopped else self._show(self._stream.push(token))
+        if self._stream is None or self.stopped or not self._tokenizer.knows(token):
+            return ""  # a model's vocabulary may be padded past its tokenizer's: such a token has no text
+        return self._show(self._stream.push(token))
 
     def close(self) -> str:
         """What was held back, if no stop string came of it: the request has ended."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from labkit.paths import home
 FORMAT = 1  # raise it when the written folder changes, so that older ones are made again
 MANIFEST = "manifest.json"  # {file: [size in bytes, SHA-256 of its first BEGINNING_BYTES]}
 BEGINNING_BYTES = 16 << 20
+MOST_TYPES = 255  # block types are numbered from 0, 41 the highest so far; beyond this a number is damage
 SHARD_BYTES = 2 << 30  # a shard is held in memory while it is written
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp files Mistral under "llama"
 
@@ -135,6 +137,12 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # the reader trusts every length it reads, so damage may surface as any error
+        newer = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
+        if newer and int(newer[1]) <= MOST_TYPES:
+            raise LabError(
+                f"{path} holds a tensor of type {newer[1]}, which the installed gguf package does not know; "
+                f"a newer one may"
+            ) from error
         raise LabError(
             f"{path} is truncated or damaged: {type(error).__name__} while reading its {path.stat().st_size} bytes; "
             f"get it again"

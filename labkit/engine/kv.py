@@ -37,6 +37,9 @@ class PagedKV:
     ):
         """Raises LabError for a block size that no kernel takes, or fewer than 2 blocks (block 0 is not for use)."""
         check_block_size(block_size)
+        for name, value in (("num_blocks", num_blocks), ("host_blocks", host_blocks)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise LabError(f"{name} must be a whole number of at least 0, got {value!r}")
         if num_blocks < 2:
             raise LabError(f"a paged cache needs at least 2 blocks (block 0 stays empty), got {num_blocks}")
         shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)

@@ -17,7 +17,8 @@ from labkit.engine.config import ModelConfig
 from labkit.engine.core import Completion, Engine, Live
 from labkit.engine.loader import load
 from labkit.engine.model import Model
-from labkit.engine.options import SchedulerOptions
+from labkit.engine.options import SchedulerOptions, check_switches
+from labkit.engine.packed import check_quantization
 from labkit.engine.pool import BlockPool
 from labkit.engine.quiet import freeze_while_alive
 from labkit.engine.request import SamplingParams
@@ -38,6 +39,8 @@ class LLM:
     max_num_seqs: requests that run at once. max_batched_tokens: tokens a step computes at most. block_size, num_blocks:
     the paged cache; num_blocks None takes what fits (see Runner). max_model_len: tokens of a request, by default the
     model's positions.
+    quantization: None, or "awq": the 4-bit products of an AWQ folder stay packed, random weights are rounded to 4 bits;
+    of a model that is loaded already the products must be packed (see ``quantised_model``).
     policy "fcfs", "priority" or "shortest"; prefix_caching, chunked_prefill, cuda_graphs, run_ahead (None: on a GPU),
     freeze_gc (None: on a GPU; see quiet.py), preemption "recompute" or "swap" (with host_blocks), batching
     "continuous", "static" or "bucketed": each can be turned off and measured. ops: operators to use in place of the
@@ -73,17 +76,30 @@ class LLM:
         trace: bool = True,
         progress: Callable[[str], None] | None = print,
     ):
-        if quantization is not None:
-            raise LabError(f"quantization must be None (config.json tells that a folder is AWQ), got {quantization!r}")
+        check_quantization(quantization)
         settings = dict(
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, policy=policy, preemption=preemption,
             chunked_prefill=chunked_prefill, host_blocks=host_blocks, batching=batching,
         )  # fmt: skip
-        SchedulerOptions(**settings)  # what is wrong here should not wait for a model to be read
+        # What is wrong here should not wait for a model to be read.
+        SchedulerOptions(**settings, **({} if max_model_len is None else {"max_model_len": max_model_len}))
+        check_switches(
+            ("run_ahead", "freeze_gc"), prefix_caching=prefix_caching, cuda_graphs=cuda_graphs, trace=trace,
+            run_ahead=run_ahead, freeze_gc=freeze_gc,
+        )  # fmt: skip
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise LabError(f"seed must be a whole number, got {seed!r}")
+        if ops is not None and not isinstance(ops, Mapping):
+            raise LabError(f"ops must be a dict of operators by name, got {ops!r:.60}")
         if isinstance(model, tuple):
             self.model, self.tokenizer = model
+            if quantization is not None and not self.model.weights.packed:
+                raise LabError(
+                    f"quantization={quantization!r} was asked for, and the weights of this model are not packed; "
+                    f"labkit.engine.quantised_model packs what rtn, awq or gptq returned"
+                )
         else:
-            self.model, self.tokenizer = load(model, dtype, device, seed, progress)
+            self.model, self.tokenizer = load(model, dtype, device, seed, progress, quantization)
         self.config = self.model.config
         self.runner = Runner(
             self.model, block_size, num_blocks, max_num_seqs, max_batched_tokens, max_model_len, cuda_graphs, ops,
@@ -115,7 +131,7 @@ class LLM:
         each. progress: a bar, on a terminal. Raises LabError, before anything runs, for a prompt or parameters that
         cannot run; and when a step has failed, once all prompts that can be completed are.
         """
-        prompts = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else _several(prompts)
         each = _one_each("params", params if params is not None else SamplingParams(), SamplingParams, len(prompts))
         ranks = _one_each("priority", priority, int, len(prompts))
         lives: list[Live] = []
@@ -149,10 +165,13 @@ class LLM:
         """Text pieces as they become certain. The request is queued at once; several streams may be read by turns.
         Closing the iterator aborts the request. Raises LabError as generate does."""
         live = self.engine.add(self._ids(prompt), params if params is not None else SamplingParams())
-        return self._stream(live)
+        pieces = self._stream(live)
+        next(pieces)  # into its ``try``: a generator that has not begun is closed, or forgotten, without ``finally``
+        return pieces
 
     def _stream(self, live: Live) -> Iterator[str]:
         try:
+            yield ""  # taken by ``stream``
             while True:
                 pieces, live.fresh = live.fresh, []
                 yield from filter(None, pieces)
@@ -166,7 +185,8 @@ class LLM:
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a request -> its id, for ``step`` and ``abort``."""
-        return self.engine.add(self._ids(prompt), params or SamplingParams(), priority).request.id
+        params = params if params is not None else SamplingParams()
+        return self.engine.add(self._ids(prompt), params, priority).request.id
 
     def step(self) -> list[Completion]:
         """Run one step -> completions of the requests that ended in it."""
@@ -204,6 +224,13 @@ def _is_ids(prompts) -> bool:
     if getattr(prompts, "ndim", None) == 1:
         return True
     return isinstance(prompts, (list, tuple)) and bool(prompts) and all(type(p) is int for p in prompts)
+
+
+def _several(prompts) -> list:
+    try:
+        return list(prompts)
+    except TypeError as error:
+        raise LabError(f"prompts must be a text, a list of token ids, or a list of those, got {prompts!r}") from error
 
 
 def _one_each(name: str, given, kind: type, count: int) -> list:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from labkit.engine.config import ModelConfig
 from labkit.engine.fetch import BUILTIN, fetch_model
 from labkit.engine.gguf import converted_folder
 from labkit.engine.model import Model
+from labkit.engine.packed import check_packable, check_quantization, round_and_pack
 from labkit.engine.tokenizer import Tokenizer
 from labkit.engine.weights import load_weights, random_weights
 from labkit.errors import LabError
@@ -27,20 +29,32 @@ def load(
     device: str | torch.device = "cpu",
     seed: int = 0,
     progress: Callable[[str], None] | None = print,
+    quantization: str | None = None,
 ) -> tuple[Model, Tokenizer | None]:
     """(model, tokenizer) from a built-in name, a GGUF file, a Hugging Face folder (plain or AWQ), or a ModelConfig.
 
     A ModelConfig gets random weights from ``seed`` and no tokenizer. ``progress`` gets a line when something slow
-    starts: a download, a conversion. Raises LabError for a source that is none of these or is damaged, an unknown
-    dtype, or a device that is not there. The converted copy of a GGUF file is made again if it is damaged.
+    starts: a download, a conversion. quantization "awq": the products of an AWQ folder stay packed, random weights are
+    rounded to 4 bits; None: an AWQ folder is dequantised.
+    Raises LabError for a source that is none of these or is damaged, an unknown dtype or quantization, one that the
+    source does not have, or a device that is not there. The converted copy of a GGUF file is made again if it is
+    damaged.
     """
     dtype, device = _dtype(dtype), _device(device)
+    check_quantization(quantization)
+    if quantization is not None:
+        check_packable(dtype, device)
     if isinstance(source, ModelConfig):
-        return Model(source, random_weights(source, dtype, device, seed)), None
-    folder = _folder(source, progress)
+        pack = None if quantization is None else round_and_pack
+        return Model(source, random_weights(source, dtype, device, seed, pack)), None
+    folder = _folder(source, progress, quantization)
     config = read_config(folder)
     old = (folder / "quant_config.json").is_file()  # where older AWQ checkpoints tell their format
-    read = load_awq if old or is_awq(_read_json(folder / "config.json")) else load_weights
+    if old or is_awq(_read_json(folder / "config.json")):
+        read = partial(load_awq, packed=quantization is not None)
+    else:
+        _refuse_plain(quantization, f"the weights of {folder} are not quantised")
+        read = load_weights
     model = Model(config, read(folder, config, dtype, device))
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -72,15 +86,25 @@ def _read_json(path: Path):
         raise LabError(f"{path} cannot be read as JSON ({error}); it may be incomplete: get it again") from error
 
 
-def _folder(source: str | Path, progress) -> Path:
+def _refuse_plain(quantization: str | None, what: str) -> None:
+    if quantization is not None:
+        raise LabError(
+            f"quantization={quantization!r} runs weights that are quantised already, and {what}; quantise the model "
+            f"with labkit.quant.awq, write it with labkit.engine.save_awq, and load that folder"
+        )
+
+
+def _folder(source: str | Path, progress, quantization: str | None) -> Path:
     if not isinstance(source, str | Path):
         raise LabError(f"load takes a model's name, a path or a ModelConfig, got {source!r}")
     if source in BUILTIN:
+        _refuse_plain(quantization, f"the built-in {source!r} is converted to fp32")
         return converted_folder(fetch_model(source, progress), progress)
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
+        _refuse_plain(quantization, f"the file {path} is converted to fp32")
         return converted_folder(path, progress)
     raise LabError(
         f"{str(source)!r} is no built-in model ({', '.join(sorted(BUILTIN))}), and no GGUF file or model folder here"

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.engine.cache import KVCache
 from labkit.engine.config import ModelConfig
-from labkit.engine.weights import LayerWeights, Weights
+from labkit.engine.weights import LayerWeights, Weights, multiply
 from labkit.errors import LabError
 
 # cuDNN plans anew for each length it has not met: a growing cache would pay some 50 ms a token (H200, torch 2.11).
@@ -155,9 +155,9 @@ class Model:
         with sdpa_kernel(SDPA_BACKENDS):
             for i, layer in enumerate(w.layers):
                 y = self.attend(layer, i, F.rms_norm(x, hidden, layer.attn_norm, eps), cos, sin, cache, n)
-                x += F.linear(y, layer.attn_out)
-                gate, up = F.linear(F.rms_norm(x, hidden, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
-                x += F.linear(F.silu(gate) * up, layer.down)
+                x += multiply(y, layer.attn_out)
+                gate, up = multiply(F.rms_norm(x, hidden, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
+                x += multiply(F.silu(gate) * up, layer.down)
         if cache is not None:
             cache.advance(n)
         x = x.view(batch, n, -1) if all_logits else x.view(batch, n, -1)[:, -1]
@@ -171,7 +171,7 @@ class Model:
         """Layer i up to what ``attn_out`` multiplies. x: [batch * n, hidden], normalised -> [batch * n, q_size]."""
         c = self.config
         rotated = c.num_heads + c.num_kv_heads  # queries and keys lie side by side and are turned together
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, n, rotated + c.num_kv_heads, c.head_dim)
+        qkv = multiply(x, layer.qkv, layer.qkv_bias).view(-1, n, rotated + c.num_kv_heads, c.head_dim)
         qk, v = qkv[:, :, :rotated], qkv[:, :, rotated:]
         if c.qk_norm:
             q = F.rms_norm(qk[:, :, : c.num_heads], (c.head_dim,), layer.q_norm, c.rms_eps)

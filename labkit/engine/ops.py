@@ -1,11 +1,13 @@
 """The operators a step is made of, by name, so that each can be replaced by one of your own.
 
     linear        x [n, in], weight [out, in], bias [out] or None -> [n, out]
+    awq_linear    x [n, in], a PackedWeight, bias=[out] or None -> [n, out]: linear where a product's weight is packed
     rms_norm, add_rms_norm, rope, scatter, silu_mul, paged_decode, paged_extend: as the ``Op`` of that name in kernels/
 
 On CUDA the kernels' Triton versions run; on a CPU those of cpu_ops.py, which give what the references give, faster.
 
-A product belongs to cuBLAS, but for one row: that is reading memory, and ``kernels.gemv`` reads faster.
+A product belongs to cuBLAS, but for one row: that is reading memory, and ``kernels.gemv`` reads faster. A packed
+weight goes to ``kernels.awq_linear``, whatever the rows.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from kernels import kv_cache, paged_attention, paged_extend, rms_norm, rope, silu_mul
+from kernels import awq_few_rows, awq_linear, kv_cache, paged_attention, paged_extend, rms_norm, rope, silu_mul
+from kernels.awq_linear import PackedWeight
 from kernels.gemv import gemv
 from labkit.engine.cpu_ops import CpuOps
+from labkit.engine.weights import Product
 from labkit.errors import LabError
 
 KERNELS = {
     op.name: op
-    for op in (*rms_norm.OPS.values(), rope.OP, kv_cache.OP, silu_mul.OP, paged_attention.OP, paged_extend.OP)
-}
+    for op in (
+        *rms_norm.OPS.values(), rope.OP, kv_cache.OP, silu_mul.OP, paged_attention.OP, paged_extend.OP, awq_linear.OP
+    )
+}  # fmt: skip
 NAMES = ("linear", *KERNELS)
+PACKED = awq_linear.OP.triton
+MOST_FUSED = awq_few_rows.MAX_ROWS  # rows for which a packed product does what stands around it
 
 
 def linear(
@@ -34,6 +42,24 @@ def linear(
     if x.shape[0] == 1:
         return gemv(x, weight, bias=bias, out=out)
     return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
+
+
+def by_weight(ops: Mapping[str, Callable]) -> Callable:
+    """One ``linear`` for both kinds of weights: ops["awq_linear"] for packed ones, ops["linear"] for matrices."""
+    plain, packed = ops["linear"], ops["awq_linear"]
+
+    def either(x: torch.Tensor, weight: Product, bias: torch.Tensor | None = None, **more) -> torch.Tensor:
+        if isinstance(weight, PackedWeight):
+            return packed(x, weight, bias=bias, **more)
+        return plain(x, weight, bias, **more)
+
+    return either
+
+
+def with_all(x: torch.Tensor, weight: Product, **around) -> torch.Tensor:
+    """A product on CUDA with what stands around it, in one kernel: ``around`` as for ``gemv``, which takes one row.
+    Packed weights take up to MOST_FUSED."""
+    return (PACKED if isinstance(weight, PackedWeight) else gemv)(x, weight, **around)
 
 
 def resolve_ops(own: Mapping[str, Callable] | None, device: torch.device) -> tuple[dict[str, Callable], CpuOps | None]:

@@ -49,16 +49,19 @@ class SchedulerOptions:
                 f"max_batched_tokens={self.max_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}: "
                 f"each running request needs one token of every step"
             )
+        check_switches(chunked_prefill=self.chunked_prefill)
         if self.preemption not in ("recompute", "swap"):
             raise LabError(f"preemption must be 'recompute' or 'swap', got {self.preemption!r}")
         if self.batching not in BATCHING:
             raise LabError(f"batching must be one of {', '.join(BATCHING)}, got {self.batching!r}")
+        if not isinstance(self.host_blocks, int) or isinstance(self.host_blocks, bool) or self.host_blocks < 0:
+            raise LabError(f"host_blocks must be a whole number of at least 0, got {self.host_blocks!r}")
         if (self.preemption == "swap") != bool(self.host_blocks):
             raise LabError(
                 f"preemption='swap' and host_blocks of at least 1 go together, "
                 f"got preemption={self.preemption!r} with host_blocks={self.host_blocks}"
             )
-        if not 0 <= self.watermark < 1:
+        if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
             raise LabError(f"watermark must be a share of the pool, from 0 to below 1, got {self.watermark!r}")
         object.__setattr__(self, "ageing", ageing_of(self.policy, self.ageing))
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
@@ -84,3 +87,10 @@ class SchedulerOptions:
                 f"{prompt} prompt tokens exceed max_batched_tokens={self.max_batched_tokens}, and chunked_prefill is "
                 f"off; turn it on, or raise max_batched_tokens"
             )
+
+
+def check_switches(optional: Sequence[str] = (), **switches) -> None:
+    """Raise LabError unless each is True or False, or None where its name is in ``optional``: the text "no" is true."""
+    for name, value in switches.items():
+        if not isinstance(value, bool) and not (value is None and name in optional):
+            raise LabError(f"{name} must be True or False{', or None' * (name in optional)}, got {value!r}")

@@ -8,8 +8,8 @@
 Each addition to the residual is fused with the norm that follows it, so a layer's last addition is made by the first
 norm of the next. q, k and v stay views of one fused product: one kernel turns q in place and k on its way to the cache.
 
-A single token goes another way on a GPU (``_one_row``): the products themselves normalise, activate and add, and a
-layer is six launches.
+A single token goes another way on a GPU (``_few_rows``): the products themselves normalise, activate and add, and a
+layer is six launches. With packed weights up to 16 tokens go that way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from kernels.embed import embed, embed_reference
-from kernels.gemv import gemv
 from kernels.paged_attention import decode_workspace
 from kernels.paged_cache import pow2
 from kernels.rope import rope_table
@@ -30,11 +29,12 @@ from labkit.engine.cpu_ops import column_major
 from labkit.engine.inputs import Batch
 from labkit.engine.kv import PagedKV
 from labkit.engine.model import SDPA_BACKENDS, Model, inverse_frequencies, rotary_scale
-from labkit.engine.ops import resolve_ops
+from labkit.engine.ops import MOST_FUSED, by_weight, resolve_ops, with_all
 from labkit.errors import LabError
 
 MAX_GROUP, MAX_HEAD_DIM = 128, 256
-AROUND_PRODUCTS = {"linear", "rms_norm", "add_rms_norm", "silu_mul"}  # what ``gemv`` does in one kernel
+# What ``with_all`` does in one kernel; with an operator of one's own among them the products stand alone.
+AROUND_PRODUCTS = {"linear", "awq_linear", "rms_norm", "add_rms_norm", "silu_mul"}
 
 
 class PagedModel:
@@ -50,6 +50,7 @@ class PagedModel:
                 f"got {max_model_len}"
             )
         self.ops, self._cpu = resolve_ops(ops, self.device)
+        self._linear = by_weight(self.ops)
         self._own = frozenset(ops or ())  # operators that are not the engine's
         if self._cpu is not None:
             column_major(self.weights)  # in place: a second copy would cost as much memory as the model
@@ -61,7 +62,9 @@ class PagedModel:
         workspace = decode_workspace(c.num_heads, c.num_kv_heads, c.head_dim, self.device) if ours else None
         self._decode_options = {"workspace": workspace} if ours else {}
         self._embed = embed if cuda else embed_reference
-        self._fuses_rows = cuda and not self._own & AROUND_PRODUCTS
+        # Rows up to which the products of a layer do what stands around them.
+        most = MOST_FUSED if self.weights.packed else 1
+        self._most_fused = most if cuda and not self._own & AROUND_PRODUCTS else 0
         self._fuses_rope = cuda and not self._own & {"rope", "scatter"}
 
     @torch.inference_mode()
@@ -90,11 +93,11 @@ class PagedModel:
 
     def _forward(self, batch: Batch, kv: PagedKV, tokens, rows, out) -> torch.Tensor:
         c, w, ops, eps = self.config, self.weights, self.ops, self.config.rms_eps
-        linear, add_rms_norm, silu_mul = ops["linear"], ops["add_rms_norm"], ops["silu_mul"]
+        linear, add_rms_norm, silu_mul = self._linear, ops["add_rms_norm"], ops["silu_mul"]
         # Fills batch.ids, so that whoever needs a step's tokens later (a repetition penalty) finds them all.
         residual = self._embed(batch.ids, batch.source, tokens, w.embedding)  # [n, hidden]
-        if self._fuses_rows and len(residual) == 1 and (rows is None or len(rows) == 1):
-            return self._one_row(residual, batch, kv, out)
+        if len(residual) <= self._most_fused and (rows is None or len(rows)):
+            return self._few_rows(residual, batch, kv, rows, out)
         x = ops["rms_norm"](residual, w.layers[0].attn_norm, eps)
         for i, layer in enumerate(w.layers):
             qkv = linear(x, layer.qkv, layer.qkv_bias)
@@ -106,22 +109,30 @@ class PagedModel:
         if rows is not None:
             x, residual = x.index_select(0, rows), residual.index_select(0, rows)
         x = add_rms_norm(x, residual, w.final_norm, eps)
-        if out is None:
-            return linear(x, w.lm_head)
-        if "linear" in self._own or self._cpu is not None:
-            return out.copy_(linear(x, w.lm_head))
-        return linear(x, w.lm_head, out=out)
+        return self._head(x, out)
 
-    def _one_row(self, residual: torch.Tensor, batch: Batch, kv: PagedKV, out) -> torch.Tensor:
-        """The same for one token, residual [1, hidden]; in fp32 where the other way rounds between kernels."""
+    def _few_rows(self, residual: torch.Tensor, batch: Batch, kv: PagedKV, rows, out) -> torch.Tensor:
+        """The same for few tokens, residual [n, hidden]; in fp32 where the other way rounds between kernels."""
         w, eps = self.weights, self.config.rms_eps
         for i, layer in enumerate(w.layers):
-            qkv = gemv(residual, layer.qkv, bias=layer.qkv_bias, eps=eps, gamma=layer.attn_norm)
+            qkv = with_all(residual, layer.qkv, bias=layer.qkv_bias, eps=eps, gamma=layer.attn_norm)
             x = self._attention(layer, qkv, batch, kv.layers[i])
-            gemv(x, layer.attn_out, residual=residual, out=residual, ahead=True)
-            x = gemv(residual, layer.gate_up, eps=eps, gamma=layer.mlp_norm, gated=True)
-            gemv(x, layer.down, residual=residual, out=residual)
-        return gemv(residual, w.lm_head, eps=eps, gamma=w.final_norm, out=out)
+            with_all(x, layer.attn_out, residual=residual, out=residual)
+            x = with_all(residual, layer.gate_up, eps=eps, gamma=layer.mlp_norm, gated=True)
+            with_all(x, layer.down, residual=residual, out=residual)
+        if rows is not None and len(residual) > 1:
+            residual = residual.index_select(0, rows)
+        if len(residual) == 1:
+            return with_all(residual, w.lm_head, eps=eps, gamma=w.final_norm, out=out)
+        return self._head(self.ops["rms_norm"](residual, w.final_norm, eps), out)
+
+    def _head(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """x: [m, hidden], normalised -> logits [m, vocab], in ``out`` if given."""
+        if out is None:
+            return self._linear(x, self.weights.lm_head)
+        if "linear" in self._own or self._cpu is not None:
+            return out.copy_(self._linear(x, self.weights.lm_head))
+        return self._linear(x, self.weights.lm_head, out=out)
 
     def _attention(self, layer, qkv: torch.Tensor, batch: Batch, cache) -> torch.Tensor:
         """qkv: [n, q_size + 2 * kv_size] -> [n, q_size]."""

@@ -23,7 +23,7 @@ BATCHING = ("continuous", "static", "bucketed")
 
 def ageing_of(policy: str, ageing: float | None) -> float:
     """The ageing to use. Raises LabError for an unknown policy, or an ageing that is not positive."""
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise LabError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
     if ageing is None:
         return POLICIES[policy]

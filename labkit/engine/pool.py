@@ -15,7 +15,7 @@ ring it marks where the end meets the beginning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from labkit.errors import LabError
@@ -74,6 +74,7 @@ class BlockPool:
         self.num_available = num_blocks - 1  # free or cached: what allocate can hand out
         self.num_cached = 0
         self.log: list[tuple[str, int]] | None = None  # if a list: ("keep" | "evict", block) as they happen
+        self.on_reset: Callable[[], None] | None = None  # told when the prefix cache is reset, which no request causes
 
     @property
     def total(self) -> int:
@@ -218,6 +219,8 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, for a benchmark that must start cold. Tables in use keep their blocks."""
+        if self.on_reset is not None:
+            self.on_reset()
         for block in [b for b in range(1, self.num_blocks) if self._prefix[b] is not None]:
             queued = not self.ref[block]
             if queued:

@@ -20,6 +20,7 @@ from labkit.errors import LabError
 
 PENDING = -1  # stands in token_ids for a token that a running step is sampling; commit puts the token in its place
 WAITING, RUNNING, SWAPPED, FINISHED = "waiting", "running", "swapped", "finished"
+MAX_PRIORITY = 2**31
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -30,7 +31,7 @@ class SamplingParams:
 
     temperature: 0 takes the most likely token; else 0.01 to 100.
     top_p: in (0, 1], the most likely tokens whose probabilities reach top_p stay. top_k: that many stay, 0 is all.
-    min_p: in [0, 1), tokens below min_p times the greatest probability go. repetition_penalty: above 0, 1 is none.
+    min_p: in [0, 1), tokens below min_p times the greatest probability go. repetition_penalty: 1e-6 to 1e6, 1 is none.
     max_tokens: at least 1. stop: texts that end the request, a string or several. stop_token_ids: ids that end it.
     ignore_eos: the model's own end tokens do not end it; ``stop_token_ids`` still do.
     seed: None, or 0 to 2**63 - 1. logprobs: how many alternatives to report with each token, 0 to 20.
@@ -54,7 +55,7 @@ class SamplingParams:
         self._check("top_p", number, lambda p: 0 < p <= 1, "above 0 and at most 1")
         self._check("top_k", whole, lambda k: k >= 0, "a whole number of at least 0 (0: all tokens)")
         self._check("min_p", number, lambda p: 0 <= p < 1, "at least 0 and below 1")
-        self._check("repetition_penalty", number, lambda r: r > 0, "above 0 (1: no penalty)")
+        self._check("repetition_penalty", number, lambda r: 1e-6 <= r <= 1e6, "from 1e-6 to 1e6 (1: no penalty)")
         self._check("max_tokens", whole, lambda n: n >= 1, "a whole number of at least 1")
         self._check("ignore_eos", lambda b: isinstance(b, bool), lambda b: True, "True or False")
         self._check("logprobs", whole, lambda n: 0 <= n <= 20, "a whole number from 0 to 20")
@@ -126,8 +127,15 @@ class Request:
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.params = params if params is not None else SamplingParams()
-        if not _whole(priority):
-            raise LabError(f"priority must be a whole number (smaller runs first), got {priority!r}")
+        if not isinstance(self.params, SamplingParams):
+            raise LabError(f"params must be SamplingParams(...), got {params!r:.60}")
+        if not _whole(priority) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise LabError(
+                f"priority must be a whole number from -2**31 to 2**31 (smaller runs first), got {priority!r:.60}"
+            )
+        for name, key in (("cache_salt", cache_salt), ("cache_extra", cache_extra)):
+            if not _hashable(key):
+                raise LabError(f"{name} must be hashable, such as a text, got {key!r:.60}")
         self.priority = priority
         self.cache_salt, self.cache_extra = cache_salt, cache_extra
         self.status = WAITING
@@ -193,4 +201,17 @@ def _whole(value) -> bool:
 
 
 def _finite(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
+def _hashable(key) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True

@@ -18,6 +18,7 @@ import torch
 
 from labkit.engine.inputs import to_device
 from labkit.engine.request import SamplingParams
+from labkit.errors import LabError
 
 _MASK, _GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
 
@@ -67,7 +68,13 @@ class Sampled:
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw], seen: torch.Tensor | None = None) -> Sampled:
     """One token a row. logits: [m, vocab], unchanged; seen: bool [r, vocab], the tokens that its text holds already for
-    each of the r rows that have a repetition penalty, in their order."""
+    each of the r rows that have a repetition penalty, in their order.
+
+    Raises LabError if logits has not that shape. A row that holds NaN gets some token of the vocabulary, and its
+    neighbours get theirs: what one request overflows must not end the step of all.
+    """
+    if logits.ndim != 2 or len(logits) != len(draws):
+        raise LabError(f"logits must be [{len(draws)}, vocab], a row for each request, got {list(logits.shape)}")
     if all(is_plain(draw.params) for draw in draws):
         return Sampled(logits.argmax(-1))
     raw = logits.float()
@@ -94,6 +101,10 @@ def _needs_sort(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1
 
 
+def _top_k(params: SamplingParams, vocab: int) -> int:
+    return min(params.top_k or vocab, vocab)  # an int may be larger than any float
+
+
 def _penalised(raw: torch.Tensor, draws: Sequence[Draw], seen: torch.Tensor) -> torch.Tensor:
     """Logits of tokens that are in the text already: divided by the penalty if positive, else multiplied by it."""
     rows = [i for i, draw in enumerate(draws) if draw.params.repetition_penalty != 1]
@@ -108,7 +119,7 @@ def _draw(logits: torch.Tensor, draws: Sequence[Draw], sort: bool) -> torch.Tens
     """logits: fp32 [r, vocab] of rows with a temperature -> int64 [r]."""
     vocab = logits.shape[1]
     settings = [
-        (d.params.temperature, d.params.top_k or vocab, d.params.top_p, d.params.min_p, uniform(d.seed, d.index))
+        (d.params.temperature, _top_k(d.params, vocab), d.params.top_p, d.params.min_p, uniform(d.seed, d.index))
         for d in draws
     ]
     temperature, top_k, top_p, min_p, u = to_device(settings, torch.float64, logits.device)[:, :, None].unbind(1)
@@ -126,5 +137,5 @@ def _draw(logits: torch.Tensor, draws: Sequence[Draw], sort: bool) -> torch.Tens
     # Strictly above u * sum: a token of probability 0 adds nothing to the sum and so is never the first above it.
     end = total[:, -1:]
     target = torch.minimum(u * end, torch.nextafter(end, torch.zeros_like(end)))
-    place = torch.searchsorted(total, target, right=True)
+    place = torch.searchsorted(total, target, right=True).clamp_(max=vocab - 1)  # NaN is above nothing
     return (place if order is None else order.gather(1, place))[:, 0]

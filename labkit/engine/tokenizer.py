@@ -114,11 +114,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise LabError(f"encode takes a string, got {type(text).__name__}")
-        backend = self.backend if allow_special else self._plain_backend
-        try:
-            return backend.encode(text).ids
-        except TypeError as error:  # a str it cannot turn into UTF-8
-            raise LabError("the text is no valid Unicode: it holds half a surrogate pair") from error
+        return _ids(self.backend if allow_special else self._plain_backend, text)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of ``ids``; bytes that are no valid UTF-8 become U+FFFD. skip_special leaves special tokens out."""
@@ -143,20 +139,29 @@ class Tokenizer:
         values = self.special_tokens | variables
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: what it does with a content that is no text, it decides
             raise LabError(f"the chat template rejects these messages: {error}") from error
 
     def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True, **variables) -> list[int]:
         """Token ids of a conversation. The template writes every special token, so none is added in front."""
         text = self.render_chat(messages, add_generation_prompt, **variables)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return _ids(self.backend, text, add_special_tokens=False)
+
+    def knows(self, token: int) -> bool:
+        """Whether ``token`` is in the vocabulary, whose ids may have gaps."""
+        return token in self._known
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
-        ids, known = [int(i) for i in ids], self.vocab_size
+        ids = [int(i) for i in ids]
         for i in ids:
-            if not 0 <= i < known:
-                raise LabError(f"token id {i} lies outside the tokenizer's vocabulary of {known}")
+            if not self.knows(i):
+                raise LabError(f"token id {i} lies outside the tokenizer's vocabulary of {self.vocab_size}")
         return ids
+
+    @cached_property
+    def _known(self) -> range | frozenset[int]:
+        ids = frozenset(self.backend.get_vocab(with_added_tokens=True).values())
+        return range(len(ids)) if max(ids, default=-1) + 1 == len(ids) else ids
 
     @cached_property
     def _plain_backend(self) -> Backend:
@@ -171,6 +176,15 @@ class Tokenizer:
     @cached_property
     def _is_byte_level(self) -> bool:
         return isinstance(self.backend.decoder, decoders.ByteLevel)
+
+    @cached_property
+    def _byte_tokens(self) -> dict[int, int]:
+        """{id: byte} of the tokens "<0x00>" to "<0xFF>", if the decoder takes them for bytes of UTF-8. SentencePiece
+        writes so what its vocabulary lacks ("byte fallback"; Llama 2, Mistral)."""
+        if self.backend.decoder is None or b"ByteFallback" not in self.backend.decoder.__getstate__():
+            return {}
+        ids = {self.backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        return {token: byte for token, byte in ids.items() if token is not None}
 
     @cached_property
     def _template(self) -> jinja2.Template | None:
@@ -192,6 +206,13 @@ class Tokenizer:
             raise LabError(f"the model's chat template is no valid jinja2: {error}") from error
 
 
+def _ids(backend: Backend, text: str, **options) -> list[int]:
+    try:
+        return backend.encode(text, **options).ids
+    except TypeError as error:  # a str it cannot turn into UTF-8
+        raise LabError("the text is no valid Unicode: it holds half a surrogate pair") from error
+
+
 def _byte_of_letter() -> dict[str, int]:
     """Byte-level BPE writes each byte as one printable letter (GPT-2): itself if printable, else from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -206,8 +227,10 @@ class TokenStream:
     """Tokens in, text out, never half a character.
 
     ``push(id)`` returns the text that has become certain and ``close()`` the rest; joined, they equal ``decode`` of
-    all ids. A byte-level tokenizer costs O(1) a token: bytes go through an incremental UTF-8 decoder, so that a long
-    run of invalid bytes is not decoded again and again. Other tokenizers are decoded over a window of recent tokens.
+    all ids. Bytes, those of a byte-level tokenizer and those of byte fallback, go through an incremental UTF-8 decoder:
+    O(1) a token, however long a run of invalid ones is. Other tokens are decoded over a window of recent ones. (One
+    difference: ``decode`` of byte fallback makes U+FFFD of a whole run of bytes if any of them is invalid, which
+    cannot be known while it comes; here only the invalid ones are.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
@@ -222,7 +245,11 @@ class TokenStream:
         if self._skip and token in self._tokenizer._special_ids:
             return ""
         if not self._tokenizer._is_byte_level:
-            return self._push_window(token)
+            byte = self._tokenizer._byte_tokens.get(token)
+            if byte is None:
+                return self._utf8.decode(b"", final=True) + self._push_window(token)
+            self._keep(token)
+            return self._utf8.decode(bytes([byte]))
         letters = self._tokenizer.backend.id_to_token(token)
         # An added token is literal text and may hold letters that stand for no byte.
         literal = any(letter not in _BYTES for letter in letters)
@@ -234,15 +261,18 @@ class TokenStream:
             return self._utf8.decode(b"", final=True)
         text = self._tokenizer.decode(self._window, self._skip)
         rest, self._window, self._shown = text[self._shown :], [], 0
-        return rest
+        return rest + self._utf8.decode(b"", final=True)
 
     def _push_window(self, token: int) -> str:
         self._window.append(token)
         text = self._tokenizer.decode(self._window, self._skip)
-        if text.endswith("\ufffd"):
+        if text.endswith("\ufffd") and not self._tokenizer._byte_tokens:
             return ""
         new = text[self._shown :]
-        # Keep the last token as context: some decoders drop a space at the very start of a text.
-        self._window = self._window[-1:]
-        self._shown = len(self._tokenizer.decode(self._window, self._skip))
+        self._keep(token)
         return new
+
+    def _keep(self, token: int) -> None:
+        """The last token is the next one's context: some decoders drop a space at the very start of a text."""
+        self._window = [token]
+        self._shown = len(self._tokenizer.decode(self._window, self._skip))

@@ -10,6 +10,7 @@ An event is a dict with "kind" and "t" (seconds on the scheduler's clock):
             preempted [[id, how]], copies, swap_out, swap_in
     commit  index, tokens, ended [[id, reason]]
     fail    index
+    reset                                      the prefix cache was emptied by hand
 
 Block tables are told by their changes: ``released`` ids give up theirs, then ``grown`` ones get blocks. Whether a block
 is kept for its prefix is told by ``cache``. ``TraceView`` puts it together again for figures.
@@ -57,6 +58,8 @@ class Trace:
         self.pool = {k: getattr(pool, k) for k in ("num_blocks", "block_size", "prefix_caching")}
         self.options = {**asdict(scheduler.options), "eos_token_ids": list(scheduler.options.eos_token_ids)}
         pool.log = self._log
+        clock = scheduler.clock  # not the scheduler: it holds the pool, and a ring of holders outlives its last user
+        pool.on_reset = lambda: self._record("reset", clock())
 
     def _record(self, kind: str, t: float, **rest) -> None:
         if not self.truncated:
@@ -147,10 +150,11 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
+        """The trace that ``save`` wrote. Raises LabError for a file that is not there, or holds something else."""
         try:
             data = Path(path).read_bytes()
             return cls.from_dict(json.loads(gzip.decompress(data) if str(path).endswith(".gz") else data))
-        except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:  # among the first are bad gzip files
             raise LabError(f"{path} cannot be read as a trace ({error})") from error
 
     def replay(self) -> tuple[Scheduler, Trace]:
@@ -176,7 +180,7 @@ def _redo(scheduler: Scheduler, event: dict) -> None:
     kind = event["kind"]
     if kind == "add":
         params = SamplingParams(**event["params"])
-        keys = {"cache_salt": event["salt"], "cache_extra": event["extra"]}
+        keys = {"cache_salt": _key(event["salt"]), "cache_extra": _key(event["extra"])}
         scheduler.add(Request(event["id"], event["prompt"], params, event["priority"], **keys))
     elif kind == "fork":
         scheduler.fork(event["parent"], event["id"], SamplingParams(**event["params"]))
@@ -184,9 +188,16 @@ def _redo(scheduler: Scheduler, event: dict) -> None:
         scheduler.finish(event["id"], event["reason"])
     elif kind == "plan":
         scheduler.plan()
+    elif kind == "reset":
+        scheduler.pool.reset_prefix_cache()
     elif scheduler.in_flight:  # if not, the steps differ, and the caller says where
         step = scheduler.in_flight[0]
         scheduler.fail(step) if kind == "fail" else scheduler.commit(step, event["tokens"])
+
+
+def _key(value):
+    """A cache key as it was: JSON makes lists of tuples."""
+    return tuple(map(_key, value)) if isinstance(value, list) else value
 
 
 def _plain(event: dict) -> dict:

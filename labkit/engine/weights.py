@@ -2,21 +2,32 @@
 
 A checkpoint stores q, k and v (and gate and up) as separate matrices. Each set reads the same input, so it is stacked
 into one matrix here: one product instead of three, and one launch. Files are read by memory map, and every tensor is
-copied once, straight to its place and dtype.
+copied once, straight to its place and dtype; to a GPU through page-locked buffers (staging.py).
+
+A layer's four products may be packed: integers of 2 to 8 bits with a scale for each group, multiplied as they are (see
+packed.py). The embedding and the output head are plain always, as in AWQ checkpoints.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from kernels.awq_linear import PackedWeight, awq_linear
 from labkit.engine.config import ModelConfig
+from labkit.engine.safetensors_file import weight_files
+from labkit.engine.staging import Stager
 from labkit.errors import LabError
+from labkit.quant.blocks import PRODUCTS
+
+Product = torch.Tensor | PackedWeight
+#: (the names of the checkpoint tensors that a product stacks, a function that makes the plain matrix) -> the product
+Packing = Callable[[tuple[str, ...], Callable[[], torch.Tensor]], Product]
 
 
 @dataclass(slots=True)
@@ -24,14 +35,14 @@ class LayerWeights:
     """One decoder layer. Matrices are [out, in], as in ``torch.nn.functional.linear``."""
 
     attn_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [q_size + 2 * kv_size, hidden], rows: all query heads, all key heads, all value heads
+    qkv: Product  # [q_size + 2 * kv_size, hidden], rows: all query heads, all key heads, all value heads
     qkv_bias: torch.Tensor | None  # [q_size + 2 * kv_size]
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    attn_out: torch.Tensor  # [hidden, q_size]
+    attn_out: Product  # [hidden, q_size]
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden], rows: gate, then up
-    down: torch.Tensor  # [hidden, intermediate]
+    gate_up: Product  # [2 * intermediate, hidden], rows: gate, then up
+    down: Product  # [hidden, intermediate]
 
 
 @dataclass(slots=True)
@@ -40,6 +51,33 @@ class Weights:
     layers: list[LayerWeights]
     final_norm: torch.Tensor  # [hidden]
     lm_head: torch.Tensor  # [vocab, hidden]; the embedding itself in a tied model
+
+    @property
+    def packed(self) -> bool:
+        """Whether every product of every layer is packed."""
+        return all(isinstance(getattr(layer, name), PackedWeight) for layer in self.layers for name in PRODUCTS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it; what a tied model has once is counted once."""
+        held = [self.embedding, self.final_norm, *([] if self.lm_head is self.embedding else [self.lm_head])]
+        held += [t for layer in self.layers for f in fields(layer) if (t := getattr(layer, f.name)) is not None]
+        return sum(t.nbytes for t in held)
+
+
+def multiply(x: torch.Tensor, weight: Product, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x: [n, in], weight: [out, in], plain or packed -> [n, out].
+
+    On a CPU a packed weight becomes what its codes stand for, in x's dtype, anew in every call: so the result is that
+    of the same weights loaded dequantised, and it takes long (SmolLM2, fp32, one core: 1.3 s a token instead of 0.07).
+    To keep the matrix would take the memory that packing is there to save; where memory does not matter, the same
+    checkpoint can be loaded without packing.
+    """
+    if not isinstance(weight, PackedWeight):
+        return F.linear(x, weight, bias)
+    if x.is_cuda:
+        return awq_linear(x, weight, bias=bias)
+    return F.linear(x, weight.dequantise(x.dtype), bias)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -70,7 +108,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype=torch.float32, device=
     Raises LabError naming the file that is damaged or the tensor that is missing, unexpected, or of another shape.
     """
     shapes, where = tensor_shapes(config), {}
-    for path in _files(folder):
+    for path in weight_files(folder):
         try:
             file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -86,13 +124,23 @@ def load_weights(folder: Path, config: ModelConfig, dtype=torch.float32, device=
         got = tuple(where[name].get_slice(name).get_shape())
         if got != shape:
             raise LabError(f"{folder}: the tensor {name} has shape {got}, and its config.json asks for {shape}")
-    return assemble(config, lambda name, out: out.copy_(where[name].get_tensor(name)), dtype, device)
+    copy = copier(device)
+    return assemble(config, lambda name, out: copy(where[name].get_tensor(name), out), dtype, device)
 
 
-def random_weights(config: ModelConfig, dtype=torch.float32, device="cpu", seed: int = 0) -> Weights:
+def copier(device) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """A function (host tensor, place on ``device``) that copies the one to the other; to a GPU as a ``Stager`` does."""
+    device = torch.device(device)
+    return Stager(device).copy if device.type == "cuda" else lambda source, out: out.copy_(source)
+
+
+def random_weights(
+    config: ModelConfig, dtype=torch.float32, device="cpu", seed: int = 0, pack: Packing | None = None
+) -> Weights:
     """Normal weights of standard deviation 0.02, norms at 1, biases at 0: real sizes for a benchmark, made in place.
 
-    The same seed gives the same weights on one kind of device; CPU and CUDA draw different numbers.
+    The same seed gives the same weights on one kind of device; CPU and CUDA draw different numbers. pack: as in
+    ``assemble``.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -104,11 +152,17 @@ def random_weights(config: ModelConfig, dtype=torch.float32, device="cpu", seed:
         else:
             out.normal_(0.0, 0.02, generator=generator)
 
-    return assemble(config, fill, dtype, device)
+    return assemble(config, fill, dtype, device, pack)
 
 
-def assemble(config: ModelConfig, fill: Callable[[str, torch.Tensor], object], dtype, device) -> Weights:
-    """Allocate every matrix in its final layout and let ``fill(name, out)`` write each checkpoint tensor into it."""
+def assemble(
+    config: ModelConfig, fill: Callable[[str, torch.Tensor], object], dtype, device, pack: Packing | None = None
+) -> Weights:
+    """Allocate every matrix in its final layout and let ``fill(name, out)`` write each checkpoint tensor into it.
+
+    pack: what becomes of a layer's products. Of a product that it packs, the plain matrix is gone before the next one
+    is made, so that no more than one of them is there at a time.
+    """
     shapes = tensor_shapes(config)
 
     def one(name: str) -> torch.Tensor:
@@ -123,6 +177,9 @@ def assemble(config: ModelConfig, fill: Callable[[str, torch.Tensor], object], d
             fill(name, part)
         return out
 
+    def product(*names: str) -> Product:
+        return stack(*names) if pack is None else pack(names, lambda: stack(*names))
+
     layers = []
     for i in range(config.num_layers):
         p = f"model.layers.{i}."
@@ -130,34 +187,19 @@ def assemble(config: ModelConfig, fill: Callable[[str, torch.Tensor], object], d
         layers.append(
             LayerWeights(
                 attn_norm=one(p + "input_layernorm.weight"),
-                qkv=stack(*(n + ".weight" for n in qkv)),
+                qkv=product(*(n + ".weight" for n in qkv)),
                 qkv_bias=stack(*(n + ".bias" for n in qkv)) if config.qkv_bias else None,
                 q_norm=one(p + "self_attn.q_norm.weight") if config.qk_norm else None,
                 k_norm=one(p + "self_attn.k_norm.weight") if config.qk_norm else None,
-                attn_out=one(p + "self_attn.o_proj.weight"),
+                attn_out=product(p + "self_attn.o_proj.weight"),
                 mlp_norm=one(p + "post_attention_layernorm.weight"),
-                gate_up=stack(p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"),
-                down=one(p + "mlp.down_proj.weight"),
+                gate_up=product(p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"),
+                down=product(p + "mlp.down_proj.weight"),
             )
         )
     embedding = one("model.embed_tokens.weight")
     lm_head = embedding if config.tie_embeddings else one("lm_head.weight")
     return Weights(embedding, layers, one("model.norm.weight"), lm_head)
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LabError(f"{index} is no safetensors index ({error!r})") from error
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        if not (folder / name).exists():
-            raise LabError(f"{folder} has no {name}, where its weights should be")
-    return [folder / name for name in names]
 
 
 def _and_more(names: list[str]) -> str:

@@ -33,8 +33,19 @@ class Inputs:
     down: torch.Tensor
 
 
+def check_plain(model) -> None:
+    """Raises LabError for a model whose products are packed: they are what quantisation ends with."""
+    for weight in (getattr(layer, name) for layer in model.weights.layers for name in PRODUCTS):
+        if not isinstance(weight, torch.Tensor):
+            raise LabError(
+                f"the products of this model are packed to {weight.bits} bits, and this needs matrices: take the model "
+                f"as it was before, or load its folder without quantization"
+            )
+
+
 def copy_of(model):
     """A model with the same embedding and head and a copy of everything else, to be changed in place."""
+    check_plain(model)
     layers = [
         type(layer)(**{f.name: None if (t := getattr(layer, f.name)) is None else t.clone() for f in fields(layer)})
         for layer in model.weights.layers
@@ -43,14 +54,15 @@ def copy_of(model):
 
 
 def embed(model, tokens: torch.Tensor) -> torch.Tensor:
-    """tokens: int64 [blocks, n] -> hidden states before layer 0, [blocks * n, hidden]."""
-    return F.embedding(tokens.reshape(-1), model.weights.embedding)
+    """tokens: int64 [blocks, n], on any device -> hidden states before layer 0, [blocks * n, hidden], where it is."""
+    return F.embedding(tokens.reshape(-1).to(model.device), model.weights.embedding)
 
 
 class Layer:
     """One layer of ``model`` over blocks of ``n`` tokens; its weights are those the model has at each call."""
 
     def __init__(self, model, index: int, n: int):
+        check_plain(model)
         self.model, self.index, self.n = model, index, n
         self.weights = model.weights.layers[index]
         self._rotary = model.rotary(torch.arange(n, device=model.device))
@@ -99,7 +111,9 @@ def check_tokens(tokens: torch.Tensor, config) -> None:
 
 
 def check_groups(model, fmt) -> None:
-    """Raises LabError, before any work, for a product whose rows the groups of ``fmt`` do not divide."""
+    """Raises LabError, before any work, for a product whose rows the groups of ``fmt`` do not divide, or that is packed
+    already."""
+    check_plain(model)
     for name in PRODUCTS:
         try:
             fmt.width(getattr(model.weights.layers[0], name).shape[1])

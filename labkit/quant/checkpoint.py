@@ -103,49 +103,73 @@ def awq_format(config: dict, folder: str | Path = "the checkpoint") -> Format:
     return Format(4, about.get("group_size", about.get("q_group_size", 128)))
 
 
-def read_awq(folder: str | Path) -> tuple[dict, dict[str, Quantised], dict[str, torch.Tensor]]:
-    """(config, products, everything else) of a checkpoint's folder, as ``write_awq`` takes them.
+class AwqFiles:
+    """An AWQ checkpoint's folder, opened: nothing but its headers is read before it is asked for.
 
-    All files of a sharded checkpoint are read. Raises LabError for a folder without config or weights, another layout
-    (see ``awq_format``), and missing parts or shapes that contradict each other, each by name.
+    config: its config.json. format. products: names of what is quantised. others: names of the other tensors.
     """
-    folder = Path(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        old = folder / "quant_config.json"
-        if "quantization_config" not in config and old.is_file():  # how older files have it
-            config["quantization_config"] = {"quant_method": "awq", **json.loads(old.read_text(encoding="utf-8"))}
-    except (OSError, ValueError) as error:
-        raise LabError(f"{folder} has no readable config.json ({error})") from error
-    fmt, files = awq_format(config, folder), sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise LabError(f"{folder} holds no .safetensors file")
-    tensors: dict[str, torch.Tensor] = {}
-    for path in files:
+
+    def __init__(self, folder: str | Path):
+        """All files of a sharded checkpoint are opened. Raises LabError for a folder without config or weights, another
+        layout (see ``awq_format``), and missing parts, each by name."""
+        self.folder = folder = Path(folder)
         try:
-            with safe_open(path, "pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        except (SafetensorError, OSError) as error:
-            raise LabError(f"{path} cannot be read ({error})") from error
-    names = sorted({n.rsplit(".", 1)[0] for n in tensors if n.rsplit(".", 1)[-1] in PARTS})
-    if not names:
-        raise LabError(f"{folder} holds no qweight: its weights are not quantised")
-    products = {name: _product(name, tensors, fmt) for name in names}
-    return config, products, tensors
+            self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            old = folder / "quant_config.json"
+            if "quantization_config" not in self.config and old.is_file():  # how older files have it
+                about = {"quant_method": "awq", **json.loads(old.read_text(encoding="utf-8"))}
+                self.config["quantization_config"] = about
+        except (OSError, ValueError) as error:
+            raise LabError(f"{folder} has no readable config.json ({error})") from error
+        self.format, files = awq_format(self.config, folder), sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise LabError(f"{folder} holds no .safetensors file")
+        self._where: dict = {}
+        for path in files:
+            try:
+                file = safe_open(path, "pt")
+            except (SafetensorError, OSError) as error:
+                raise LabError(f"{path} cannot be read ({error})") from error
+            self._where |= dict.fromkeys(file.keys(), file)
+        parts = [name for name in self._where if name.rsplit(".", 1)[-1] in PARTS]
+        self.products = sorted({name.rsplit(".", 1)[0] for name in parts})
+        if not self.products:
+            raise LabError(f"{folder} holds no qweight: its weights are not quantised")
+        for name in self.products:
+            if missing := [part for part in PARTS if f"{name}.{part}" not in self._where]:
+                raise LabError(f"{name} lacks its {' and '.join(missing)}")
+        self.others = [name for name in self._where if name not in set(parts)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a product, [out, in], or of another tensor."""
+        if name in self._where:
+            return tuple(self._where[name].get_slice(name).get_shape())
+        rows, words = self._where[f"{name}.qweight"].get_slice(f"{name}.qweight").get_shape()
+        return PER_WORD * words, rows
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of ``others``, on the CPU, in the dtype that it has in the file."""
+        return self._where[name].get_tensor(name)
+
+    def product(self, name: str, device="cpu") -> Quantised:
+        """One of ``products``, unpacked on ``device``. Raises LabError for parts whose shapes contradict each other."""
+        held = (self._where[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in PARTS)
+        words, zeros, scales = (tensor.to(device) for tensor in held)
+        rows, columns = words.shape[0], PER_WORD * words.shape[1]
+        groups = rows // self.format.width(rows)
+        if zeros.shape != (groups, columns // PER_WORD) or scales.shape != (groups, columns):
+            raise LabError(
+                f"{name}: qweight {list(words.shape)} in groups of {self.format.group} needs qzeros "
+                f"{[groups, columns // PER_WORD]} and scales {[groups, columns]}, got {list(zeros.shape)} and "
+                f"{list(scales.shape)}"
+            )
+        codes, zeros = unpack(words).t().contiguous(), unpack(zeros).t().contiguous()
+        return Quantised(codes, scales.t().float().contiguous(), zeros, self.format)
 
 
-def _product(name: str, tensors: dict[str, torch.Tensor], fmt: Format) -> Quantised:
-    missing = [part for part in PARTS if f"{name}.{part}" not in tensors]
-    if missing:
-        raise LabError(f"{name} lacks its {' and '.join(missing)}")
-    words, zeros, scales = (tensors.pop(f"{name}.{part}") for part in PARTS)
-    rows, columns = words.shape[0], PER_WORD * words.shape[1]
-    groups = rows // fmt.width(rows)
-    if zeros.shape != (groups, columns // PER_WORD) or scales.shape != (groups, columns):
-        raise LabError(
-            f"{name}: qweight {list(words.shape)} in groups of {fmt.group} needs qzeros "
-            f"{[groups, columns // PER_WORD]} and scales {[groups, columns]}, got {list(zeros.shape)} and "
-            f"{list(scales.shape)}"
-        )
-    codes, zeros = unpack(words).t().contiguous(), unpack(zeros).t().contiguous()
-    return Quantised(codes, scales.t().float().contiguous(), zeros, fmt)
+def read_awq(folder: str | Path) -> tuple[dict, dict[str, Quantised], dict[str, torch.Tensor]]:
+    """(config, products, everything else) of a checkpoint's folder, as ``write_awq`` takes them. Raises LabError as
+    ``AwqFiles`` does."""
+    files = AwqFiles(folder)
+    products = {name: files.product(name) for name in files.products}
+    return files.config, products, {name: files.tensor(name) for name in files.others}

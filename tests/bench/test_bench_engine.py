@@ -132,6 +132,8 @@ def recorded(scale=1.0):
         step = scale * cost[b] / share[b]
         held |= {f"b{b}/step": [0.9 * step, step, 1.2 * step], f"b{b}/context": [512.0], f"b{b}/gpu": [cost[b]]}
         held |= {f"b{b}/kernels": [290.0], f"b{b}/launches": [3.0], f"b{b}/work": [900.0], f"b{b}/scheduling": [300.0]}
+    for b, times in ((1, 2.8), (64, 1.1)):
+        held |= {f"b{b}-awq/step": [held[f"b{b}/step"][1] / times], f"b{b}-awq/context": [512.0]}
     held |= {"mixed/rate": [10_000.0, 11_500.0, 11_000.0], "transformers-continuous/rate": [440.0]}
     held |= {"transformers-sdpa-b1/rate": [14.0, 15.0, 14.5]}
     return {f"bench/engine/llama-3-8b/{k}": v for k, v in held.items()}
@@ -158,7 +160,9 @@ def test_a_replay_needs_no_gpu_and_says_what_was_measured(replay, capsys):
     lines = capsys.readouterr().out.splitlines()
     data = json.loads(lines[-1])
     rows = {row["scenario"]: row for row in data["rows"]}
-    assert list(rows) == ["b1", "b8", "b64", "b256", "mixed", "transformers-sdpa-b1", "transformers-continuous"]
+    assert list(rows) == [
+        "b1", "b8", "b64", "b256", "mixed", "b1-awq", "b64-awq", "transformers-sdpa-b1", "transformers-continuous",
+    ]  # fmt: skip
     assert rows["b1"]["bytes"] == decode_step(MODELS["llama-3-8b"], 1, 512).cost.bytes
     assert rows["b1"]["share_of_read"] == pytest.approx(0.9, abs=1e-4) and rows["b1"]["gpu_share_of_read"] == 1.0
     assert rows["b1"]["tokens_per_s"] == pytest.approx(1e3 / rows["b1"]["step_ms"], rel=1e-3)
@@ -166,8 +170,13 @@ def test_a_replay_needs_no_gpu_and_says_what_was_measured(replay, capsys):
     met = {goal["what"]: (goal["got"], goal["reached"]) for goal in data["goals"]}
     assert met["b1: share of the read roofline"][1] and not met["b64: share of the read roofline"][1]
     assert met["128 mixed requests: times transformers"] == (25.0, True)
-    assert met["b256: scheduling's share of a step"][1] and "3 of 4 goals reached; recorded: X" in lines
+    assert met["b256: scheduling's share of a step"][1] and "4 of 5 goals reached; recorded: X" in lines
     assert any(line.startswith("b64 ") and "80.0%" in line for line in lines)
+    assert met["b1 in 4 bits: times the rate in bf16"] == (2.8, True)
+    assert any(line.startswith("b64-awq ") and line.endswith("  1.10 x bf16") for line in lines)
+    c = MODELS["llama-3-8b"]
+    fewer = (2 - (4 + 20 / 128) / 8) * (c.matmul_params - c.hidden_size * c.vocab_size)  # the head stays as it is
+    assert rows["b1-awq"]["bytes"] == pytest.approx(rows["b1"]["bytes"] - fewer, rel=1e-6)
 
 
 def test_no_goal_is_met_by_what_was_not_measured(replay):
@@ -175,6 +184,10 @@ def test_no_goal_is_met_by_what_was_not_measured(replay):
     bench = Bench("llama-3-8b", say=lambda line: None)
     bench.run(batches=(8,))
     assert bench.goals() == []
+    for id in [id for id in replay if "/b1/" in id]:
+        del replay[id]  # 4 bits with nothing to compare with
+    bench.run(batches=(1,))
+    assert "b1-awq" in bench.results and [what for what, *_ in bench.goals() if "4 bits" in what] == []
 
 
 def test_without_a_recording_it_says_what_to_do(replay, capsys):
@@ -206,14 +219,14 @@ def test_a_scenario_that_fails_is_left_out_and_the_others_go_on(replay, monkeypa
         bench_module, "reading", lambda id, fn, unit: kept.setdefault(id, Reading(id, tuple(fn()), unit, "live: X"))
     )
 
-    def decode(self, graphs, batch):
+    def decode(self, graphs, batch, quantization=None):
         if batch == 8:
             raise RuntimeError("out of memory\nand more")
         return {"step": [4.0, 5.0], "context": [512.0]}
 
     monkeypatch.setattr(bench_module, "gpu_name", lambda: "simulated")
     monkeypatch.setattr(Bench, "_decode", decode)
-    monkeypatch.setattr(Bench, "llm", lambda self, graphs: None)
+    monkeypatch.setattr(Bench, "llm", lambda self, graphs, quantization=None: None)
     monkeypatch.setattr(bench_module, "mixed_scenario", lambda llm: {"rate": [1.0]})
     monkeypatch.setattr(peers, "transformers_model", lambda *_: (_ for _ in ()).throw(LabError("not installed")))
     assert bench_engine(batches=(1, 8, 64), eager=False) == 1
@@ -221,6 +234,7 @@ def test_a_scenario_that_fails_is_left_out_and_the_others_go_on(replay, monkeypa
     assert "b8 left out: RuntimeError: out of memory\n" in out and "transformers left out: not installed" in out
     assert {id.removeprefix("bench/engine/llama-3-8b/") for id in kept} == {
         "b1/step", "b1/context", "b64/step", "b64/context", "mixed/rate",
+        "b1-awq/step", "b1-awq/context", "b64-awq/step", "b64-awq/context",
     }  # fmt: skip
 
 

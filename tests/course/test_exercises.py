@@ -6,9 +6,19 @@ import pytest
 
 from labkit.course.check import judge
 from labkit.course.exercise import exercises_of, find
-from tests.course.wrong import lab00, lab01, lab02, lab03, lab04, lab05, lab07, lab08
+from tests.course.wrong import lab00, lab01, lab02, lab03, lab04, lab05, lab06, lab07, lab08
 
-LABS = {"00": lab00, "01": lab01, "02": lab02, "03": lab03, "04": lab04, "05": lab05, "07": lab07, "08": lab08}
+LABS = {
+    "00": lab00,
+    "01": lab01,
+    "02": lab02,
+    "03": lab03,
+    "04": lab04,
+    "05": lab05,
+    "06": lab06,
+    "07": lab07,
+    "08": lab08,
+}
 EXERCISES = {id: e for lab in LABS for id, e in exercises_of(lab).items()}
 WRONG = [(id, fn, hint) for module in LABS.values() for id, rows in module.WRONG.items() for fn, hint in rows]
 

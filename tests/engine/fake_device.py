@@ -3,6 +3,9 @@
 The "keys and values" of token p are a digest of tokens 0 to p; the next token is a function of the digest. So a request
 gives the same tokens as alone if and only if every slot it attends to holds its own history: a wrong hit, a block given
 away too early, a copy forgotten or a position off by one shows as an error at once, on any schedule.
+
+A step may fail: all that it should have written is BAD then, and so is whatever is computed from it until the failure
+is known. No request may live on such a slot.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from labkit.engine.request import PENDING, Request, SamplingParams
 from labkit.engine.scheduler import Scheduler
 from labkit.engine.step import Step
 
-VOCAB = 11
+VOCAB, BAD = 11, "bad"
 
 
-def digest(before: int, token: int) -> int:
-    return hash((before, token, 0x5EED))
+def digest(before: int | str, token: int) -> int | str:
+    return BAD if before == BAD else hash((before, token, 0x5EED))
 
 
 def start_of(request: Request) -> int:
@@ -26,8 +29,8 @@ def start_of(request: Request) -> int:
     return crc32(repr((request.cache_salt, request.cache_extra)).encode())
 
 
-def next_token(state: int) -> int:
-    return state % VOCAB
+def next_token(state: int | str) -> int:
+    return 0 if state == BAD else state % VOCAB
 
 
 def alone(request: Request, eos: tuple[int, ...] = ()) -> list[int]:
@@ -53,8 +56,10 @@ class FakeDevice:
         self.host = [[None] * block_size for _ in range(host_blocks)]
         self.sampled: dict[int, int] = {}  # the newest token of each request, known here before the host knows it
         self.next_index = 0
+        self.failed: set[int] = set()  # steps that failed
+        self.tainted: set[tuple[int, int]] = set()  # (step, request) that read what a failed step should have written
 
-    def run(self, step: Step) -> list[int]:
+    def run(self, step: Step, fails: bool = False) -> list[int]:
         assert step.index == self.next_index, f"step {step.index} came, {self.next_index} was due"
         self.next_index += 1
         for source, to in step.swap_out:
@@ -63,6 +68,11 @@ class FakeDevice:
             self.cache[to] = self.cache[source].copy()
         for source, to in step.swap_in:
             self.cache[to] = self.host[source].copy()
+        if fails:
+            self.failed.add(step.index)
+            for held, pairs in ((self.host, step.swap_out), (self.cache, step.copies), (self.cache, step.swap_in)):
+                for _, to in pairs:
+                    held[to] = [BAD] * self.size
         states = []
         for chunk in step.chunks:
             request, start, end = chunk.request, chunk.start, chunk.start + chunk.count
@@ -72,6 +82,9 @@ class FakeDevice:
             if tokens[-1] == PENDING:
                 tokens[-1] = self.sampled[request.id]
             state = self._read(request, start)
+            if fails or self._attends_to_bad(request, start):
+                state = BAD
+                self.tainted.add((step.index, request.id))
             for position, token in enumerate(tokens, start):
                 state = digest(state, token)
                 block = request.blocks[position // self.size]
@@ -81,11 +94,15 @@ class FakeDevice:
         # All reading is checked after all writing: a step's chunks run side by side.
         for chunk, state in zip(step.chunks, states, strict=True):
             assert self._read(chunk.request, chunk.start + chunk.count) == state
-            self._check_history(chunk.request, chunk.start + chunk.count)
+            if state != BAD:
+                self._check_history(chunk.request, chunk.start + chunk.count)
         out = [next_token(state) for chunk, state in zip(step.chunks, states, strict=True) if chunk.samples]
         for chunk, token in zip(step.sampling, out, strict=True):
             self.sampled[chunk.request.id] = token
         return out
+
+    def _attends_to_bad(self, request: Request, end: int) -> bool:
+        return any(self.cache[request.blocks[p // self.size]][p % self.size] == BAD for p in range(end))
 
     def _read(self, request: Request, end: int) -> int:
         """The state after tokens [0, end), as the cache has it."""
@@ -126,18 +143,27 @@ class Bench:
         new = SamplingParams(**params) if params else None
         return self.scheduler.fork(parent.id, self.ids - 1, new)
 
-    def plan(self) -> Step | None:
+    def plan(self, fails: bool = False) -> Step | None:
+        """fails: the step goes wrong, which is found out where it would be committed."""
         step = self.scheduler.plan()
         self.scheduler.check()
         if step is not None:
             self.steps.append(step)
-            self.flight.append((step, self.device.run(step)))
+            self.flight.append((step, self.device.run(step, fails)))
             assert step.num_tokens <= self.scheduler.options.max_batched_tokens
             assert len(self.scheduler.running) <= self.scheduler.options.max_num_seqs
         return step
 
     def commit(self) -> list[Request]:
         step, tokens = self.flight.pop(0)
+        if step.index in self.device.failed:
+            ended = self.scheduler.fail(step)
+            self.scheduler.check()
+            assert all(request.finish_reason == "error" for request in ended)
+            return ended
+        for chunk in step.chunks:
+            lives = not chunk.request.finished
+            assert not lives or (step.index, chunk.request.id) not in self.device.tainted, f"{chunk.request} read BAD"
         ended = self.scheduler.commit(step, tokens)
         self.scheduler.check()
         for request in ended:
@@ -145,9 +171,9 @@ class Bench:
         self.ended += ended
         return ended
 
-    def step(self) -> Step | None:
+    def step(self, fails: bool = False) -> Step | None:
         """Plan a step, if there is room for one in flight; commit one if ``ahead`` are in flight or none came."""
-        step = self.plan() if len(self.flight) < self.ahead else None
+        step = self.plan(fails) if len(self.flight) < self.ahead else None
         if self.flight and (step is None or len(self.flight) >= self.ahead):
             self.commit()
         else:

@@ -78,6 +78,13 @@ def test_the_last_token_may_complete_a_character_and_a_stop_string():
     assert text.stopped and text.text == "x"
 
 
+def test_a_token_the_tokenizer_does_not_know_is_no_text():
+    """A model's vocabulary may be padded past its tokenizer's. Such a token does not cut a character in two, either."""
+    smile = letters("🙂")
+    pieces, text = shown([*letters("a"), *smile[:2], len(VOCABULARY) + 5, *smile[2:], 10**6, *letters("b")], ("b",))
+    assert text.text == "a🙂" and text.stopped
+
+
 def test_special_tokens_are_no_text():
     assert shown([0, *letters("a"), 1])[1].text == "a"
 

@@ -25,8 +25,14 @@ MATRIX = {
     "alone": dict(max_num_seqs=1),
     "chunks of 16": dict(max_batched_tokens=16),
     "no prefix cache": dict(prefix_caching=False),
+    "blocks of 1": dict(block_size=1, num_blocks=800),
     "blocks of 4": dict(block_size=4, num_blocks=200),
     "blocks of 64": dict(block_size=64, num_blocks=40),
+    "blocks of 256": dict(block_size=256, num_blocks=20),
+    "shortest first": dict(policy="shortest", max_num_seqs=3),
+    "by priority": dict(policy="priority", max_num_seqs=3),
+    "static batches": dict(batching="static", max_num_seqs=3),
+    "bucketed batches": dict(batching="bucketed", max_num_seqs=3),
     "preempted": TIGHT,
     "preempted, eager, chunks of 33": dict(**TIGHT, cuda_graphs=False, max_batched_tokens=33),
     "swapped": dict(**TIGHT, preemption="swap", host_blocks=40),
@@ -57,7 +63,7 @@ def test_greedy_tokens_are_those_of_the_plain_loop(family, dtype, name):
     assert (llm.runner.graphs is not None) == changes.get("cuda_graphs", True)
     prompts = prompts_of(llm.model)
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in NEW]
-    outs = llm.generate(prompts, params, progress=False)
+    outs = llm.generate(prompts, params, progress=False, priority=[i % 3 for i in range(len(prompts))])
     llm.scheduler.check()
     assert llm.pool.num_used == 0 and not llm.engine.busy
     ties = near_ties(family, dtype, DEVICE, prompts, wanted(family, dtype), [o.token_ids for o in outs])

@@ -75,6 +75,13 @@ def test_a_token_the_host_does_not_know_is_read_from_the_buffer():
         builder().build((Chunk(a, 4, 1, True),))
 
 
+def test_a_token_that_waits_at_another_place_is_not_read():
+    """The same requests as in the step before, but computed again from further back."""
+    a, b = request(1, 6, [1, 2]), request(2, 6, [3, 4])
+    batch = builder().build((Chunk(a, 2, 1, False), Chunk(b, 5, 1, True)), Unread((a, b), (5, 5)))
+    assert batch.source.tolist() == [-1, 1] and batch.ids.tolist()[0] == 12
+
+
 def test_a_table_grows_in_place_and_is_written_anew_after_a_preemption():
     inputs, a = builder(), request(1, 17, [1, 2])
     assert inputs.build((Chunk(a, 4, 1, False),)).tables.tolist() == [[1, 2, 0, 0, 0]]

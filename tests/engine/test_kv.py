@@ -69,6 +69,12 @@ def test_block_sizes_that_no_kernel_takes_are_refused(config, size):
         PagedKV(config, 8, size)
 
 
+@pytest.mark.parametrize("counts", [dict(num_blocks=8.0), dict(num_blocks="8"), dict(host_blocks=-1)])
+def test_numbers_of_blocks_are_whole(config, counts):
+    with pytest.raises(LabError, match=f"{next(iter(counts))} must be a whole number of at least 0, got"):
+        PagedKV(config, **(dict(num_blocks=8, block_size=4) | counts))
+
+
 def test_a_cache_needs_a_block_beside_the_null_block(config):
     with pytest.raises(LabError, match=r"at least 2 blocks \(block 0 stays empty\), got 1"):
         PagedKV(config, 1, 16)

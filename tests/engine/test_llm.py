@@ -1,12 +1,14 @@
 """The front: what comes out, what is refused, and what one request's end must not do to the others."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from labkit.engine import LLM, ModelConfig, SamplingParams, generate_cached, load
+from labkit.engine.model import Model
 from labkit.errors import LabError
 
 SHAPE = ModelConfig(
@@ -98,6 +100,49 @@ def test_end_tokens_end_and_are_the_last_token(model, wanted, run_ahead):
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_model_may_have_several_end_tokens(model, wanted, run_ahead):
+    """The one that comes is not the first of the list. ``ignore_eos`` passes it over, in a neighbour of the batch."""
+    end = wanted[0][4]
+    config = replace(SHAPE, eos_token_ids=(0, 89, end))
+    assert not {0, 89} & set(wanted[0][:5])
+    llm = engine((Model(config, model[0].weights), None), run_ahead=run_ahead)
+    out, on = llm.generate([PROMPTS[0]] * 2, [SamplingParams(max_tokens=12), GREEDY])
+    assert out.token_ids == wanted[0][:5] and out.finish_reason == "stop" and on.token_ids == wanted[0]
+    assert_idle(llm)
+
+
+def test_a_bar_counts_the_requests_that_have_ended(model, monkeypatch):
+    """On a terminal; tqdm finds that out by itself (disable=None). With progress=False there is none."""
+    bars = []
+
+    class Bar:
+        def __init__(self, total, unit, disable):
+            self.total, self.disable, self.done, self.says = total, disable, 0, ""
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, n):
+            self.done += n
+
+        def set_postfix_str(self, says):
+            self.says = says
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    llm = engine(model)
+    llm.generate(PROMPTS, GREEDY)
+    llm.generate(PROMPTS[:2], GREEDY, progress=False)
+    assert [(b.total, b.done, b.disable, b.says) for b in bars] == [
+        (6, 6, None, "72 tokens"),
+        (2, 2, True, "24 tokens"),
+    ]
+
+
 def test_metrics_are_in_order(model):
     llm = engine(model, max_num_seqs=1, prefix_caching=True)
     first, second = llm.generate([[7] * 20, [7] * 20], GREEDY)
@@ -112,9 +157,10 @@ def test_metrics_are_in_order(model):
 
 
 def test_logprobs_come_with_each_token(model, wanted):
-    params = [SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3), SamplingParams(max_tokens=6, ignore_eos=True)]
-    asked, other = engine(model).generate(PROMPTS[:2], params)
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, logprobs=n) for n in (3, 0, 1)]
+    asked, other, less = engine(model).generate(PROMPTS[:3], params)
     assert len(asked.logprobs) == 6 and other.logprobs == []
+    assert [len(entry.best) for entry in less.logprobs] == [1] * 6, "what a neighbour asked for is not its own"
     ids = PROMPTS[0] + asked.token_ids
     logits = model[0].forward(torch.tensor([ids]), torch.arange(len(ids)), all_logits=True)[0]
     exact = torch.log_softmax(logits, -1)
@@ -336,7 +382,7 @@ def test_a_request_that_can_never_run_is_refused_before_anything_runs(model, pro
         (dict(preemption="swap"), "preemption='swap' and host_blocks of at least 1 go together"),
         (dict(block_size=5), "block_size must be a power of two"),
         (dict(max_model_len=1000), "max_model_len must be from 1 to the model's 128 positions, got 1000"),
-        (dict(quantization="awq"), "quantization must be None"),
+        (dict(quantization="fp8"), "quantization must be None or one of 'awq', got 'fp8'"),
         (dict(ops={"norm": len}), "ops has no operator 'norm' to replace"),
         (dict(device="tpu:0"), "tpu"),
     ],

@@ -225,6 +225,7 @@ def test_a_cold_start_forgets_all_prefixes_and_no_table():
     pool.free(a)
     pool.reset_prefix_cache()
     assert pool.match([1, 2, 3])[0] == [] and pool.match([5, 6, 7])[0] == [] and pool.num_cached == 0
+    assert pool.queue() == [2, 1, 4, 5], "they are free now, and free blocks are at the front"
     pool.check([b])
 
 

@@ -13,11 +13,11 @@ from labkit.errors import LabError
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("temperature", v) for v in (-1.0, 0.001, 101, math.nan, math.inf, "hot", True, None)],
+        *[("temperature", v) for v in (-1.0, 0.001, 101, 10**400, math.nan, math.inf, "hot", True, None)],
         *[("top_p", v) for v in (0, -0.1, 1.01, math.nan, None)],
         *[("top_k", v) for v in (-1, 1.5, True, None)],
         *[("min_p", v) for v in (-0.1, 1.0, math.nan)],
-        *[("repetition_penalty", v) for v in (0, -1, math.inf, math.nan)],
+        *[("repetition_penalty", v) for v in (0, -1, 1e-7, 1.1e6, 10**400, math.inf, math.nan)],
         *[("max_tokens", v) for v in (0, -1, 2.0, True, None)],
         *[("stop", v) for v in ("", ["a", ""], [3], {"a"}, None)],
         *[("stop_token_ids", v) for v in ([-1], [1.0], 7, None)],
@@ -41,8 +41,8 @@ def test_settings_that_would_do_nothing_are_refused(field, value):
 
 
 def test_the_edges_of_every_range_are_allowed():
-    SamplingParams(temperature=0.01, top_p=1e-9, top_k=0, min_p=0.99, repetition_penalty=1e-3, max_tokens=1, seed=0)
-    SamplingParams(temperature=100, top_k=10**9, seed=2**63 - 1, logprobs=20)
+    SamplingParams(temperature=0.01, top_p=1e-9, top_k=0, min_p=0.99, repetition_penalty=1e-6, max_tokens=1, seed=0)
+    SamplingParams(temperature=100, repetition_penalty=1e6, top_k=10**9, seed=2**63 - 1, logprobs=20)
     SamplingParams(temperature=0, top_k=1)
 
 
@@ -83,8 +83,18 @@ def test_the_prompt_is_a_copy():
 
 
 def test_priority_is_a_whole_number():
-    with pytest.raises(LabError, match="priority"):
-        Request(0, [1], priority=0.5)
+    for priority in (0.5, True, 2**31 + 1, -(10**400)):
+        with pytest.raises(LabError, match="priority"):
+            Request(0, [1], priority=priority)
+    assert Request(0, [1], priority=-(2**31)).priority == -(2**31)
+
+
+def test_parameters_and_cache_keys_are_of_their_kind():
+    with pytest.raises(LabError, match="params must be SamplingParams"):
+        Request(0, [1], {"max_tokens": 3})
+    for key in ("cache_salt", "cache_extra"):
+        with pytest.raises(LabError, match=f"{key} must be hashable, such as a text, got"):
+            Request(0, [1], **{key: [1]})
 
 
 def test_a_step_counts_its_tokens():

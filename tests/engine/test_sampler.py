@@ -6,6 +6,7 @@ import torch
 
 from labkit.engine.request import SamplingParams
 from labkit.engine.sampler import Draw, derive_seed, sample, uniform
+from labkit.errors import LabError
 
 VOCAB, MANY = 12, 20_000
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 1.5
@@ -87,6 +88,11 @@ def test_top_p_counts_within_what_top_k_leaves():
     assert set(np.flatnonzero(frequencies(SamplingParams(temperature=1.0, top_k=2, top_p=0.55), logits))) == {3}
 
 
+def test_min_p_keeps_what_reaches_its_share_of_the_likeliest():
+    logits = torch.tensor([1.0, 0.503, 0.497]).log()
+    assert set(np.flatnonzero(frequencies(SamplingParams(temperature=1.0, min_p=0.5), logits))) == {0, 1}
+
+
 def test_each_row_has_its_own_temperature():
     """One row at 0.01, one at 100: broadcast the wrong way, they would mix."""
     rows = LOGITS.expand(2 * MANY // 10, -1)
@@ -156,8 +162,15 @@ def test_the_penalty_lowers_what_was_there():
 
 def test_logprobs_are_the_models_own():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    params = [SamplingParams(logprobs=4), SamplingParams(temperature=2.0, top_k=3, logprobs=2), SamplingParams()]
-    got = sample(logits, [Draw(p, 1, i) for i, p in enumerate(params)])
+    params = [
+        SamplingParams(logprobs=4, repetition_penalty=1e6),
+        SamplingParams(temperature=2.0, top_k=3, logprobs=2),
+        SamplingParams(),
+    ]
+    seen = torch.zeros(1, 50, dtype=torch.bool)
+    seen[0, logits[0].topk(3).indices] = True  # the penalty forbids the three likeliest, and changes no report of them
+    got = sample(logits, [Draw(p, 1, i) for i, p in enumerate(params)], seen)
+    assert int(got.tokens[0]) == int(logits[0].topk(4).indices[3])
     exact = torch.log_softmax(logits.double(), -1)
     assert got.wanted == [4, 2, 0]
     assert torch.allclose(got.chosen.double(), exact[torch.arange(3), got.tokens], atol=1e-6)
@@ -175,6 +188,32 @@ def test_the_numbers_behind_the_draws_are_uniform_and_streams_unrelated():
     assert abs(np.corrcoef(by_index, neighbours)[0, 1]) < 0.03
     assert abs(np.corrcoef(by_index[1:], by_index[:-1])[0, 1]) < 0.03
     assert abs(np.corrcoef(by_index[1:], neighbours[:-1])[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_give_some_token_and_spare_the_neighbours(bad):
+    rows = torch.stack((LOGITS, torch.full((VOCAB,), bad), LOGITS))
+    for settings in (dict(), dict(top_k=3), dict(top_p=0.9), dict(min_p=0.2), dict(repetition_penalty=1.5, logprobs=2)):
+        params = SamplingParams(temperature=1.0, **settings)
+        seen = torch.zeros(3, VOCAB, dtype=torch.bool) if "repetition_penalty" in settings else None
+        tokens = sample(rows, [Draw(params, 4, i) for i in range(3)], seen).tokens.tolist()
+        alone = [sample(rows[i : i + 1], [Draw(params, 4, i)], None if seen is None else seen[:1]) for i in (0, 2)]
+        assert 0 <= tokens[1] < VOCAB and tokens[::2] == [int(a.tokens) for a in alone]
+
+
+def test_the_strongest_settings_together_stay_in_the_vocabulary():
+    """A penalty of 1e-6 and a temperature of 0.01 make logits of 1e8 and more."""
+    for penalty in (1e-6, 1e6):
+        params = SamplingParams(temperature=0.01, repetition_penalty=penalty, top_p=1e-9, min_p=0.99, top_k=10**400)
+        seen = torch.ones(1, VOCAB, dtype=torch.bool)
+        assert 0 <= int(sample(40 * LOGITS[None], [Draw(params, 1, 0)], seen).tokens) < VOCAB
+
+
+@pytest.mark.parametrize("shape", [(1, VOCAB), (3, VOCAB), (VOCAB,), (1, 2, VOCAB)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_of_another_shape_are_refused(shape, temperature):
+    with pytest.raises(LabError, match=r"logits must be \[2, vocab\], a row for each request, got"):
+        sample(torch.zeros(shape), [Draw(SamplingParams(temperature=temperature))] * 2)
 
 
 def test_the_largest_number_does_not_fall_off_the_end(monkeypatch):

@@ -28,9 +28,13 @@ BOTH = pytest.mark.parametrize("ahead", [1, 2], ids=["one at a time", "running a
         (dict(preemption="kill"), "recompute"),
         (dict(preemption="swap"), "host_blocks"),
         (dict(host_blocks=4), "host_blocks=4"),
-        (dict(preemption="swap", host_blocks=-1), "host_blocks"),
+        (dict(preemption="swap", host_blocks=-1), "host_blocks must be a whole number of at least 0, got -1"),
+        (dict(preemption="swap", host_blocks=True), "host_blocks must be a whole number"),
+        (dict(chunked_prefill="no"), "chunked_prefill must be True or False, got 'no'"),
+        (dict(policy=["fcfs"]), "policy .* is unknown"),
         (dict(policy="priority", ageing=0), "ageing"),
         (dict(watermark=1.0), "watermark"),
+        (dict(watermark="1 %"), "watermark"),
     ],
 )
 def test_settings_out_of_range(setting, words):
@@ -279,6 +283,18 @@ def test_a_resumed_request_does_not_count_as_a_hit():
     assert stats.queries == 8 and stats.hits == 0 and stats.resumed_queries > 4
 
 
+def test_what_a_resumed_request_finds_of_its_own_is_counted_apart():
+    """The one that displaced it leaves at once, so its blocks are still there; they are no hits of its prompt."""
+    bench = Bench(9, 2, max_num_seqs=2, max_batched_tokens=32, watermark=0)
+    a, b = bench.add([1] * 4, max_tokens=12), bench.add([2] * 4, max_tokens=12)
+    while not b.num_preemptions:
+        bench.step()
+    bench.scheduler.abort(a.id)
+    bench.finish()
+    stats = bench.pool.stats
+    assert stats.resumed_hits >= 4 and stats.hits == 0 and stats.queries == 8 and b.num_cached == 0
+
+
 # ---- preemption
 
 
@@ -344,6 +360,15 @@ def test_the_watermark_keeps_a_newcomer_from_being_preempted_at_once():
         bench.finish()
         counts.append(sum(r.num_preemptions for r in bench.ended))
     assert counts[1] * 3 < counts[0], counts
+
+
+def test_the_watermark_does_not_keep_out_who_needs_the_whole_pool():
+    """Nobody runs who could need the blocks that admission leaves."""
+    bench = Bench(11, 2, max_num_seqs=4, max_batched_tokens=64, watermark=0.5)
+    alone, large = bench.add([1] * 3, max_tokens=3), bench.add([2] * 20, max_tokens=1)
+    bench.step()
+    assert large.status == WAITING and bench.scheduler.blocked == (1, "blocks: it needs 10, the pool has 8")
+    assert bench.finish() == [alone, large]
 
 
 def test_a_resumed_request_computes_its_outputs_again_and_doubles_none():

@@ -175,6 +175,30 @@ def test_a_short_pool_waits_for_blocks_that_come_back_rather_than_preempt():
     assert a.num_preemptions == 0
 
 
+def test_who_is_about_to_end_is_not_preempted():
+    """Request 1's last token is being sampled: its blocks come back with the commit. Request 0 stays a step."""
+    bench = Bench(5, 2, False, ahead=2, max_num_seqs=2, max_batched_tokens=32, watermark=0)
+    a, b = bench.add([1] * 4, max_tokens=4), bench.add([2] * 4, max_tokens=1)
+    bench.plan()
+    assert bench.pool.num_available == 0 and b.num_tokens == b.limit
+    assert bench.plan() is None and bench.commit() == [b]
+    bench.finish()
+    assert a.num_preemptions == b.num_preemptions == 0
+
+
+def test_a_swap_moves_only_blocks_that_hold_something():
+    """Request 1 has blocks for all of its prompt, and 2 of its 12 tokens are computed."""
+    swap = dict(preemption="swap", host_blocks=2)
+    bench = Bench(9, 2, False, max_num_seqs=2, max_batched_tokens=6, watermark=0, **swap)
+    bench.add([1] * 4, max_tokens=9)
+    second = bench.add([2] * 12, max_tokens=3)
+    bench.step()
+    assert second.num_computed == 2 and len(second.blocks) == 6 and bench.pool.num_available == 0
+    step = bench.step()
+    assert [source for source, _ in step.swap_out] and len(step.swap_out) == 1 and second.status == SWAPPED
+    bench.finish()
+
+
 def test_who_was_preempted_in_flight_comes_back_only_after_its_token_is_known():
     """Else the commit of the old step would register blocks that the new one has not computed yet."""
     pool = BlockPool(8, 2)
@@ -219,6 +243,39 @@ def test_who_was_swapped_out_by_a_failed_step_is_computed_again():
     assert bench.scheduler.fail(step) == [first]
     assert second.status == WAITING and second.host_blocks == []
     assert bench.finish() == [second]
+
+
+def test_a_fork_that_waits_on_what_a_failed_step_wrote_is_computed_again():
+    bench = Bench(16, 4, False, ahead=2, max_num_seqs=1, max_batched_tokens=32)
+    parent = bench.add([1] * 9, 9)
+    bench.plan(fails=True)
+    child = bench.fork(parent)
+    assert child.num_computed == 8 and child.blocks == parent.blocks[:2]
+    assert bench.commit() == [parent] and child.blocks == [] and child.num_computed == 0
+    assert bench.finish() == [child] and ran(bench.steps[-9])[0] == (1, 0, 9)
+
+
+def test_a_copy_of_what_a_failed_step_wrote_ends_with_it():
+    bench = Bench(16, 4, False, ahead=2, max_num_seqs=2, max_batched_tokens=32)
+    parent = bench.add([1] * 3, 9)
+    bench.plan(fails=True)
+    child = bench.fork(parent)
+    step = bench.plan()
+    assert step.copies == ((parent.blocks[0], child.blocks[0]),) and child.status == RUNNING
+    assert bench.commit() == [parent, child]
+    assert bench.finish() == []
+
+
+def test_who_was_swapped_out_by_a_failed_step_and_has_come_back_ends_with_it():
+    swap = dict(preemption="swap", host_blocks=8)
+    bench = Bench(7, 2, False, ahead=2, max_num_seqs=3, max_batched_tokens=32, watermark=0, **swap)
+    first, short, last = bench.add([1] * 4, 9), bench.add([3] * 4, 1), bench.add([2] * 4, 7)
+    bench.plan()
+    assert len(bench.plan(fails=True).swap_out) == 2 and last.status == SWAPPED
+    assert bench.commit() == [short]
+    assert len(bench.plan().swap_in) == 2 and last.status == RUNNING
+    assert bench.commit() == [first, last]
+    assert bench.finish() == [short]
 
 
 # ---- forks
@@ -318,19 +375,15 @@ def random_run(seed: int, events: int = 110) -> dict[str, int]:
                 seen["forks"] += 1
             except LabError:
                 seen["refused"] += 1
-        if bench.flight and rng.random() < 0.02:
-            scheduler.fail(bench.flight.pop(0)[0])
-            scheduler.check()
-            seen["failures"] += 1
         before = [r for r in scheduler.running if r.num_tokens < r.limit]
-        step = bench.step()
+        step = bench.step(fails=rng.random() < 0.02)
         if step is not None and not step.swap_out and scheduler.preempted == [] and len(step.chunks) >= len(before):
             missing = {r.id for r in before} - {id for id, _, _ in ran(step)}
             assert not missing or any(r.num_preemptions for r in before), f"{missing} got no token"
     bench.finish()
     again, copy = trace.replay()
     assert copy.to_dict() == trace.to_dict() and again.pool.queue() == bench.pool.queue()
-    seen["steps"] = len(bench.steps)
+    seen["steps"], seen["failures"] = len(bench.steps), len(bench.device.failed)
     for name in ("copies", "swap_out", "swap_in"):
         seen[name] = sum(len(getattr(s, name)) for s in bench.steps)
     seen["hits"] = bench.pool.stats.hits

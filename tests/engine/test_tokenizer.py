@@ -1,10 +1,12 @@
 """Encoding and decoding against transformers, text that is streamed, and chat templates that misbehave."""
 
+import time
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from labkit.engine.tokenizer import Tokenizer, byte_level_bpe
 from labkit.errors import LabError
@@ -153,15 +155,63 @@ def test_each_character_comes_with_its_last_byte(tiny):
     assert streamed(tiny, [2 + b for b in "é🙂".encode()]) == ["", "é", "", "", "", "🙂", ""]
 
 
-def test_a_stream_without_byte_level_keeps_its_spaces():
-    """A SentencePiece-style tokenizer drops the space before the first word of a text, and only there."""
-    vocab = {"▁to": 0, "▁be": 1, "▁or": 2, "!": 3, "<unk>": 4, "<0xC3>": 5, "<0xA9>": 6}
-    backend = Backend(models.BPE(vocab, [], unk_token="<unk>"))
+WORDS = ["▁to", "▁be", "▁or", "!", "<unk>", "\ufffd"]
+
+
+@pytest.fixture(scope="module")
+def fallback():
+    """SentencePiece-style: words, and a token "<0xNN>" for each byte of what they lack: id 6 + b is byte b."""
+    vocab = {w: i for i, w in enumerate([*WORDS, *(f"<0x{b:02X}>" for b in range(256))])}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     strip = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(strip)
+    return Tokenizer(backend)
+
+
+def as_bytes(text: str) -> list[int]:
+    return [len(WORDS) + b for b in text.encode()]
+
+
+def test_a_stream_without_byte_level_keeps_its_spaces(fallback):
+    """Such a tokenizer drops the space before the first word of a text, and only there."""
+    ids = [0, 1, 3, 2, 0, *as_bytes("é"), 1]
+    assert streamed(fallback, ids) == ["to", " be", "!", " or", " to", "", "é", " be", ""]
+    assert streamed(fallback, [0, *as_bytes("é")[:1]]) == ["to", "", "\ufffd"]
+    assert streamed(fallback, [0, *as_bytes("é")[:1], 1, 5, 1]) == ["to", "", "\ufffd be", "\ufffd", " be", ""]
+
+
+def test_characters_of_bytes_may_follow_each_other(fallback):
+    ids = [0, *as_bytes("é🙂日"), 1]
+    assert streamed(fallback, ids) == ["to", "", "é", "", "", "", "🙂", "", "", "日", " be", ""]
+    assert fallback.decode(ids) == "toé🙂日 be"
+
+
+@given(
+    st.lists(st.one_of(st.sampled_from([[0], [1], [3]]), st.text("aé🙂日\n", min_size=1).map(as_bytes)), max_size=12)
+)
+@settings(deadline=None)
+def test_a_stream_of_words_and_bytes_joins_to_what_decode_gives(fallback, parts):
+    ids = [0, *(i for part in parts for i in part)]
+    assert "".join(streamed(fallback, ids)) == fallback.decode(ids)
+
+
+def test_a_run_of_invalid_bytes_costs_no_more_a_token_than_a_short_one(fallback):
+    """Decoded from its beginning each time, a run of 30 000 would take minutes."""
+    stream = fallback.stream()
+    start = time.perf_counter()
+    assert "".join(stream.push(len(WORDS) + 0xFF) for _ in range(30_000)) == "\ufffd" * 30_000
+    assert time.perf_counter() - start < 10
+
+
+def test_a_vocabulary_may_have_gaps():
+    backend = Backend(models.BPE({"a": 0, "b": 3}, []))
+    backend.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(backend)
-    assert streamed(tokenizer, [0, 1, 3, 2, 0, 5, 6, 1]) == ["to", " be", "!", " or", " to", "", "é", " be", ""]
-    assert streamed(tokenizer, [0, 5]) == ["to", "", "\ufffd"]
+    assert tokenizer.decode([0, 3]) == "ab" and streamed(tokenizer, [3, 0]) == ["b", "a", ""]
+    for gap in (1, 2, 4, 2**40):
+        assert not tokenizer.knows(gap)
+        with pytest.raises(LabError, match=f"token id {gap} lies outside"):
+            tokenizer.decode([gap])
 
 
 def test_qwen2_splits_as_transformers_does():
@@ -210,6 +260,23 @@ def test_bad_messages_are_named(tiny, messages, says):
     tokenizer = Tokenizer(tiny.backend, "{{ messages[0].content }}")
     with pytest.raises(LabError, match=says):
         tokenizer.chat(messages)
+
+
+def test_a_first_token_is_added_to_a_text_and_not_to_a_conversation(tiny):
+    """Llama's tokenizer begins each text with one; the chat template writes it itself, and twice would be wrong."""
+    backend = Backend.from_str(tiny.backend.to_str())
+    backend.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
+    tokenizer = Tokenizer(backend, "<|user|>{{ messages[0].content }}")
+    assert tokenizer.encode("a") == tokenizer.chat([{"role": "user", "content": "a"}]) == [1, 2 + ord("a")]
+
+
+@pytest.mark.parametrize("content", [None, 5, ["x"]])
+def test_a_template_that_breaks_on_a_content_says_so(tiny, content):
+    tokenizer = Tokenizer(tiny.backend, "{{ 'says ' + messages[0].content }}")
+    with pytest.raises(LabError, match="the chat template rejects these messages: can only concatenate str"):
+        tokenizer.chat([{"role": "user", "content": content}])
+    with pytest.raises(LabError, match="half a surrogate pair"):
+        tokenizer.chat([{"role": "user", "content": "a\ud83d"}])
 
 
 def test_a_template_may_refuse_and_may_not_escape(tiny):

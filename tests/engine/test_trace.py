@@ -127,6 +127,33 @@ def test_a_file_gives_back_the_trace(tmp_path):
     scheduler.check()
 
 
+def test_a_cold_start_by_hand_is_part_of_the_story(tmp_path):
+    trace = Trace()
+    bench = Bench(block_size=4, trace=trace)
+    for cold in (False, True, False):
+        if cold:
+            bench.pool.reset_prefix_cache()
+        bench.add(9, 3)
+        bench.finish()
+    assert bench.pool.stats.hits == 8, "the third finds what the second left, and the second nothing"
+    assert [e["kind"] for e in trace.events].count("reset") == 1
+    trace.save(tmp_path / "run.json")
+    scheduler, _ = Trace.load(tmp_path / "run.json").replay()
+    assert scheduler.pool.queue() == bench.pool.queue() and scheduler.pool.stats == bench.pool.stats
+
+
+def test_cache_keys_that_are_tuples_come_back_as_tuples(tmp_path):
+    trace = Trace()
+    bench = Bench(block_size=4, trace=trace)
+    for salt in (("a", ("b", 1)), ("a", ("b", 2)), ("a", ("b", 1))):
+        bench.add(9, 2, cache_salt=salt)
+        bench.finish()
+    assert bench.pool.stats.hits == 8
+    trace.save(tmp_path / "run.json.gz")
+    scheduler, _ = Trace.load(tmp_path / "run.json.gz").replay()
+    assert scheduler.pool.stats.hits == 8
+
+
 def test_a_replay_reproduces_times_and_metrics():
     trace = Trace()
     bench = busy_bench(trace)
@@ -169,6 +196,10 @@ def test_what_is_no_trace(tmp_path):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(LabError, match="trace"):
             Trace.load(tmp_path / "x.json")
+    (tmp_path / "x.json.gz").write_bytes(b"no gzip")
+    for path in (tmp_path / "x.json.gz", tmp_path / "nothing.json", tmp_path):
+        with pytest.raises(LabError, match="cannot be read as a trace"):
+            Trace.load(path)
     with pytest.raises(LabError, match="at least 1 step"):
         Trace(limit=0)
 

@@ -1,0 +1,99 @@
+"""A safetensors file, read by hand.
+
+8 bytes          n, the length of the header (little-endian)
+n bytes          the header, JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets from its end on
+the rest         the tensors' bytes
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from labkit.errors import LabError
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a file: its bytes are [begin, end) of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """The safetensors files of a model folder: those its index lists, or model.safetensors.
+
+    Raises LabError for a folder that is not there, an index that is none, or a file that is missing.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise LabError(f"there is no folder {folder}")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LabError(f"{index} is no safetensors index ({error!r})") from error
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if not (folder / name).exists():
+            raise LabError(f"{folder} has no {name}, where its weights should be")
+    return [folder / name for name in names]
+
+
+def places(path: Path) -> dict[str, Place]:
+    """What a safetensors file holds, by name. Raises LabError, with the file's name, if it is something else, cut
+    short, or holds a dtype that is not among DTYPES."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > size - 8:
+            raise LabError(f"{path} is no safetensors file, or cut short: it has {size} bytes and no whole header")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        raw = {name: (t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LabError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
+    if unknown := next((kind for kind, *_ in raw.values() if kind not in DTYPES), None):
+        raise LabError(f"{path} holds tensors of dtype {unknown!r}; {', '.join(DTYPES)} can be loaded")
+    base = 8 + length
+    found = {name: Place(DTYPES[kind], shape, base + a, base + b) for name, (kind, shape, a, b) in raw.items()}
+    for name, place in found.items():
+        if place.end - place.begin != math.prod(place.shape) * place.dtype.itemsize or place.begin < base:
+            raise LabError(f"{path} is damaged: the place of {name} does not fit its shape {list(place.shape)}")
+    if (end := max((p.end for p in found.values()), default=base)) != size:
+        raise LabError(f"{path} is cut short or damaged: it has {size} bytes, and its header promises {end}")
+    return found
+
+
+def map_file(path: Path) -> torch.Tensor:
+    """The file's bytes, uint8, mapped: a page is read when it is first touched. Writing to them does not reach the
+    file. The mapping ends with the last tensor that looks at it."""
+    with open(path, "rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def tensor_at(data: torch.Tensor, place: Place) -> torch.Tensor:
+    """A view of a file's bytes, or a copy where the place is not aligned to the dtype."""
+    part = data[place.begin : place.end]
+    if (data.data_ptr() + place.begin) % place.dtype.itemsize:
+        part = part.clone()
+    return part.view(place.dtype).view(place.shape)
