@@ -91,11 +91,19 @@ class Result:
 
 
 def run(rows: list[Row], progress: Callable[[str], None] | None = None) -> list[Result]:
-    """Measure or replay all rows. A peer that is not installed, or fails, is left out and said so."""
+    """Measure or replay all rows. A peer that is not installed, or fails, is left out and said so; and so is a row that
+    can only be replayed and was not recorded."""
     results = []
     for row in rows:
         options = {"inputs": row.inputs, "ceiling": row.ceiling, "method": row.method}
-        ours = measure(row.id(), row.ours, row.cost, **options)
+        try:
+            ours = measure(row.id(), row.ours, row.cost, **options)
+        except LabError as error:
+            if is_live():
+                raise
+            if progress:
+                progress(f"{row.id()} left out: {str(error).splitlines()[0][:160]}")
+            continue
         peers = {}
         for name, fn in row.peers.items():
             try:

@@ -22,6 +22,7 @@ from kernels import (
     transpose,
 )
 from kernels.op import Cost
+from labkit.measure import bench_quant
 from labkit.measure.bench import Row
 
 BF16 = torch.bfloat16
@@ -279,4 +280,4 @@ def _norm_then_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def rows() -> list[Row]:
     """All of them, the cheap ones first."""
-    return [*_norms(), *_elementwise(), *_decode(), *_extend(), *_products(), *_prefill()]
+    return [*_norms(), *_elementwise(), *_decode(), *_extend(), *_products(), *_prefill(), *bench_quant.rows()]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kernels import gemm, rms_norm, silu_mul, transpose
+from kernels import awq_linear, gemm, rms_norm, silu_mul, transpose
 from kernels.op import Cost
 from labkit.errors import LabError
 from labkit.measure import Ceilings, Measurement, bench
@@ -53,6 +53,15 @@ def test_share_best_peer_and_goal():
     assert bench.run([norm()])[0].reached is None
 
 
+def test_a_row_that_was_not_recorded_is_left_out_and_named(monkeypatch):
+    said, new = [], bench.Row("new", "8x8", Cost(1, 0), lambda: (), lambda: None)
+    assert [r.row.operator for r in bench.run([new, norm()], said.append)] == ["norm"]
+    assert said[0] == "bench/new/8x8 left out: there is no bench/new/8x8"
+    monkeypatch.setattr(bench, "is_live", lambda: True)
+    with pytest.raises(LabError):
+        bench.run([new])
+
+
 def test_a_goal_against_a_peer_compares_times():
     result = bench.run([attention(1.0)])[0]
     assert result.ratio == 0.8 and result.reached is False
@@ -95,3 +104,28 @@ def test_costs_of_the_rows_are_those_of_the_operators(monkeypatch):
             exact = costs[row.operator](*row.inputs())
             assert row.cost.bytes == pytest.approx(exact.bytes, rel=1e-3), row.id()
             assert row.cost.flops == pytest.approx(exact.flops, rel=0.5), row.id()
+
+
+def test_operands_of_the_quantised_rows_mean_the_same_matrix(monkeypatch):
+    """tinygemm's words and scales as torch's CUDA kernel reads them: byte, then (code - 8) * scale + zero."""
+    from labkit.measure import bench_quant
+
+    seen = {}
+
+    def on_cpu(name):
+        make = getattr(torch, name)
+        return lambda *a, device, **k: make(*a, **k)
+
+    for name in ("randn", "randint", "rand"):
+        monkeypatch.setattr(torch, name, on_cpu(name))
+    monkeypatch.setattr(
+        bench_quant.torch.ops.aten, "_convert_weight_to_int4pack", lambda pairs, _: seen.setdefault("pairs", pairs)
+    )
+    x, packed, full, _, both, layer = bench_quant._Operands(3, 256, 512).all()
+    pairs = seen["pairs"]
+    codes = torch.stack((pairs >> 4, pairs & 15), -1).flatten(1).float()
+    scales, zeros = (t.t().repeat_interleave(128, 1).float() for t in both.unbind(-1))
+    torch.testing.assert_close((codes - 8) * scales + zeros, full.float(), rtol=0.02, atol=2e-3)
+    assert layer is None and x.shape == (3, 512)
+    exact = awq_linear.awq_linear_cost(x, packed)
+    assert bench_quant.cost(3, 256, 512) == exact
