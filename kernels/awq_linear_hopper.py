@@ -1,8 +1,9 @@
 """Many rows times a matrix of 4 bits on Hopper (sm_90): the tensor cores are fed numbers that memory never sees.
 
-What weights are and how they lie in memory is ``kernels.awq_linear``'s. With some hundred rows of x, arithmetic takes
-the time. Codes could be written out in 16 bits and multiplied by cuBLAS, but then w is read with 4 bits, written with
-16 and read again. Here a thread's numbers go from its registers into the product, whose left operand is w:
+What weights are is ``kernels.awq_linear``'s to tell, and how they lie in memory ``kernels.awq_packed``'s. With some
+hundred rows of x, arithmetic takes the time. Codes could be written out in 16 bits and multiplied by cuBLAS, but then w
+is read with 4 bits, written with 16 and read again. Here a thread's numbers go from its registers into the product,
+whose left operand is w:
 
     out^T = w . x^T,    a tile: BLOCK_N = 128 rows of w times BLOCK_M rows of x
 
@@ -41,13 +42,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.awq_few_rows import types_of
+from kernels.awq_numbers import types_of
 from kernels.awq_numbers_hopper import halves, layouts, number_assembly, numbers, pairs_of_scales, scale_assembly
 from kernels.launch import arch
 from kernels.paged_cache import sm_count
 
 if TYPE_CHECKING:
-    from kernels.awq_linear import PackedWeight
+    from kernels.awq_packed import PackedWeight
 
 ROWS = gl.constexpr(64)  # of w, a warpgroup's: one m64 product
 BLOCK_N = gl.constexpr(128)  # two of them

@@ -1,9 +1,9 @@
 """Codes of 4 bits to numbers of 16, where Hopper's tensor cores take them: in the registers of a warpgroup's 64 rows.
 
-A number is (code - zero) * scale, rounded once to 16 bits, as it would be written out. ``kernels.awq_linear`` tells how
-words hold codes, and why ``word & mask | magic`` is a pair of numbers, magic + code. Minus a pair of magic + zero this
-is the difference, exactly. In fp16 one multiplication follows. A scale, though, is an fp16 of 11 bits, of which a bf16
-holds 8: it is split into a bf16 and the rest, and q * scale = fma(q, scale, q * rest).
+A number is (code - zero) * scale, rounded once to 16 bits, as it would be written out. ``kernels.awq_packed`` tells how
+words hold codes, and ``kernels.awq_linear`` why ``word & mask | magic`` is a pair of numbers, magic + code. Minus a
+pair of magic + zero this is the difference, exactly. In fp16 one multiplication follows. A scale, though, is an fp16 of
+11 bits, of which a bf16 holds 8: it is split into a bf16 and the rest, and q * scale = fma(q, scale, q * rest).
 
 So two numbers take a shift, a mask, a subtraction, and one or two operations more. Pairs are written out in PTX, since
 from single numbers the compiler does not always make them.

@@ -18,6 +18,13 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--full", action="store_true", help="also verify the model's checksum")
     model = commands.add_parser("model", help="fetch and verify a model, and convert it for fast loading")
     model.add_argument("name", nargs="?", default="smollm2-135m")
+    quantise = commands.add_parser("quantise", help="quantise a model and write it as an AWQ checkpoint")
+    quantise.add_argument("name", metavar="MODEL", help="a built-in name, a GGUF file or a Hugging Face folder")
+    quantise.add_argument("folder", metavar="FOLDER", help="where to write; it must not be there yet")
+    quantise.add_argument("--bits", type=int, default=4, help="of a weight (4, the only ones the layout holds)")
+    quantise.add_argument("--group", type=int, default=64, help="weights that share a scale (64); -1: a whole row")
+    quantise.add_argument("--method", default="awq", help="awq, gptq or rtn (awq)")
+    quantise.add_argument("--calibration", metavar="FILE.jsonl", help='{"text": "…"} a line (the project\'s prose)')
     bench = commands.add_parser("bench", help="measure every operator, or the engine, beside its ceiling and its peers")
     bench.add_argument("what", choices=["kernels", "engine", "serve"], help="what to measure")
     bench.add_argument("--record", help="also write the measurements into this recording")
@@ -60,6 +67,18 @@ def _model(args) -> int:
     verify_model(args.name)
     print(f"model: {path} (verified)")
     print(f"weights: {converted_folder(path)}")
+    return 0
+
+
+def _quantise(args) -> int:
+    from labkit.engine.quantise import quantise_folder
+    from labkit.quant import Format
+
+    fmt = Format(args.bits, args.group)
+    folder = quantise_folder(args.name, args.folder, fmt, args.method, args.calibration)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"wrote {folder}: {fmt}, by {args.method}, {size / 1e6:.0f} MB")
+    print(f'run it with LLM("{folder}", quantization="awq"), on a GPU with dtype="bfloat16" or "float16"')
     return 0
 
 
@@ -107,7 +126,10 @@ def _check(args) -> int:
     return grade(args.notebook)
 
 
-_RUN = {"doctor": _doctor, "model": _model, "bench": _bench, "record": _record, "check": _check}
+_RUN = {
+    **{"doctor": _doctor, "model": _model, "quantise": _quantise, "bench": _bench},
+    **{"record": _record, "check": _check},
+}
 
 if __name__ == "__main__":
     sys.exit(main())

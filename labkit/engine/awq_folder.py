@@ -6,21 +6,23 @@ compute the same and take the memory of unquantised ones.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from labkit.engine.config import ModelConfig
-from labkit.engine.packed import pack
+from labkit.engine.packed import check_report, pack
 from labkit.engine.weights import Product, Weights, assemble, copier, tensor_shapes
 from labkit.errors import LabError
-from labkit.quant.checkpoint import AwqFiles, write_awq
+from labkit.quant.checkpoint import AwqFiles, check_layout, write_awq
 from labkit.quant.formats import Quantised
 from labkit.quant.rtn import Report
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "generation_config.json"),
+)
 
 
 def is_awq(hf: object) -> bool:
@@ -34,10 +36,14 @@ def load_awq(folder: Path, config: ModelConfig, dtype=torch.float32, device="cpu
     checkpoint leaves one of the matrices that are stacked unquantised, they become what their codes stand for.
 
     One product at a time is read and unpacked, on the device. Raises LabError for another layout, tensors that are
-    missing or of another shape than its config.json asks for, and what no kernel multiplies.
+    missing, of another shape than its config.json asks for, or of no use to it, and what no kernel multiplies.
     """
     files, copy = AwqFiles(folder), copier(device)
     quantised, plain = set(files.products), set(files.others)
+    known = set(tensor_shapes(config))
+    for name in (*(f"{name}.weight" for name in files.products), *files.others):
+        if name not in known and not is_harmless(name):
+            raise LabError(f"{folder} holds the tensor {name}, for which a model of its config.json has no use")
     for name, shape in tensor_shapes(config).items():
         product = name.removesuffix(".weight")
         if product not in quantised and name not in plain:
@@ -65,9 +71,12 @@ def load_awq(folder: Path, config: ModelConfig, dtype=torch.float32, device="cpu
 def save_awq(model, report: Report, folder: str | Path, tokenizer_from: str | Path | None = None) -> Path:
     """Write ``model``, whose products ``report`` tells the codes of, as an AWQ checkpoint -> the folder.
 
-    tokenizer_from: a folder whose tokenizer files are copied. Everything but the products is written as fp16. Raises
-    LabError as ``write_awq`` does, and for a folder without a tokenizer.json.
+    tokenizer_from: a folder whose tokenizer files are copied. Everything but the products is written as fp16. The
+    folder appears whole or not at all. Raises LabError as ``write_awq`` does, for a report of another model, and for a
+    folder without a tokenizer.json.
     """
+    check_layout(report.format)
+    check_report(model, report)
     source = None if tokenizer_from is None else Path(tokenizer_from)
     if source is not None and not (source / "tokenizer.json").is_file():
         raise LabError(f"{source} has no tokenizer.json to copy")
@@ -90,11 +99,13 @@ def save_awq(model, report: Report, folder: str | Path, tokenizer_from: str | Pa
         if layer.q_norm is not None:
             others[f"{p}self_attn.q_norm.weight"] = layer.q_norm
             others[f"{p}self_attn.k_norm.weight"] = layer.k_norm
-    done = write_awq(folder, c.to_hf(), products, others)
-    for name in TOKENIZER_FILES if source is not None else ():
-        if (source / name).is_file():
-            shutil.copyfile(source / name, done / name)
-    return done
+    along = [] if source is None else [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    return write_awq(folder, c.to_hf(), products, others, along)
+
+
+def is_harmless(name: str) -> bool:
+    """Of a tensor that no model of ours asks for: a tied model's second copy, or an old checkpoint's rotary table."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
 def _split(q: Quantised, rows: dict[str, int]) -> dict[str, Quantised]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from labkit.errors import LabError
 
+MOST_LAYERS = 10_000  # ten times what any model has; a damaged config.json names more
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("linear", "llama3", "yarn")
 
@@ -54,6 +55,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LabError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.num_layers > MOST_LAYERS:
+            raise LabError(f"num_layers must be at most {MOST_LAYERS}, got {self.num_layers}")
         for name in ("rms_eps", "rope_theta"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):

@@ -16,9 +16,11 @@ from labkit.engine.fetch import BUILTIN, fetch_model
 from labkit.engine.gguf import converted_folder
 from labkit.engine.model import Model
 from labkit.engine.packed import check_packable, check_quantization, round_and_pack
+from labkit.engine.staging import as_device
 from labkit.engine.tokenizer import Tokenizer
 from labkit.engine.weights import load_weights, random_weights
 from labkit.errors import LabError
+from labkit.quant.checkpoint import OLD_AWQ, OLD_GPTQ
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,17 +42,18 @@ def load(
     source does not have, or a device that is not there. The converted copy of a GGUF file is made again if it is
     damaged.
     """
-    dtype, device = _dtype(dtype), _device(device)
+    dtype, device = _dtype(dtype), as_device(device)
     check_quantization(quantization)
     if quantization is not None:
         check_packable(dtype, device)
     if isinstance(source, ModelConfig):
         pack = None if quantization is None else round_and_pack
         return Model(source, random_weights(source, dtype, device, seed, pack)), None
-    folder = _folder(source, progress, quantization)
+    folder = model_folder(source, progress, quantization)
     config = read_config(folder)
-    old = (folder / "quant_config.json").is_file()  # where older AWQ checkpoints tell their format
-    if old or is_awq(_read_json(folder / "config.json")):
+    # Older checkpoints tell their format in a file of its own, whose name tells the method.
+    old, gptq = ((folder / name).is_file() for name in (OLD_AWQ, OLD_GPTQ))
+    if old or gptq or is_awq(read_json(folder / "config.json")):
         read = partial(load_awq, packed=quantization is not None)
     else:
         _refuse_plain(quantization, f"the weights of {folder} are not quantised")
@@ -66,10 +69,10 @@ def read_config(folder: Path) -> ModelConfig:
     """The shape in ``folder``'s config.json. Where a generation_config.json lists end tokens, those hold: chat models
     end a turn with a token that config.json may not name."""
     try:
-        hf = _read_json(folder / "config.json")
+        hf = read_json(folder / "config.json")
         config = ModelConfig.from_hf({**hf, "quantization_config": None} if is_awq(hf) else hf)
         extra = folder / "generation_config.json"
-        eos = _read_json(extra).get("eos_token_id") if extra.exists() else None
+        eos = read_json(extra).get("eos_token_id") if extra.exists() else None
         if eos is not None:
             config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
     except FileNotFoundError as error:
@@ -79,22 +82,25 @@ def read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _read_json(path: Path):
+def read_json(path: Path):
+    """What a JSON file holds. Raises LabError, with the path, for one that is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise LabError(f"{path} cannot be read as JSON ({error}); it may be incomplete: get it again") from error
 
 
 def _refuse_plain(quantization: str | None, what: str) -> None:
     if quantization is not None:
         raise LabError(
-            f"quantization={quantization!r} runs weights that are quantised already, and {what}; quantise the model "
-            f"with labkit.quant.awq, write it with labkit.engine.save_awq, and load that folder"
+            f"quantization={quantization!r} runs weights that are quantised already, and {what}; make a "
+            f"checkpoint with `labkit quantise MODEL FOLDER` (in Python: labkit.engine.save_awq), and load that folder"
         )
 
 
-def _folder(source: str | Path, progress, quantization: str | None) -> Path:
+def model_folder(source: str | Path, progress=print, quantization: str | None = None) -> Path:
+    """The Hugging Face folder of a built-in name, a GGUF file (converted first) or a folder. Raises LabError as
+    ``load`` does."""
     if not isinstance(source, str | Path):
         raise LabError(f"load takes a model's name, a path or a ModelConfig, got {source!r}")
     if source in BUILTIN:
@@ -117,15 +123,3 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype in DTYPES.values():
         return dtype
     raise LabError(f"dtype {str(dtype)!r} is not supported; choose one of {', '.join(DTYPES)}")
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise LabError(f"{device!r} is no device; use 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise LabError("device 'cuda' was asked for and torch finds no CUDA GPU; use device='cpu'")
-    if device.type not in ("cpu", "cuda"):
-        raise LabError(f"device {str(device)!r} is not supported; use 'cpu' or 'cuda'")
-    return device

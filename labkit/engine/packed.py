@@ -61,22 +61,14 @@ def quantised_model(
     """
     dtype, device = dtype or model.dtype, torch.device(device or model.device)
     check_packable(dtype, device)
+    check_report(model, report)
     w = model.weights
-    if len(report.quantised) != len(w.layers):
-        raise LabError(
-            f"the report holds codes of {len(report.quantised)} layers and the model has {len(w.layers)}: "
-            f"give what rtn, awq or gptq returned for this model"
-        )
 
     def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(device, dtype)
 
     layers = []
-    for i, (layer, codes) in enumerate(zip(w.layers, report.quantised, strict=True)):
-        for name in PRODUCTS:
-            got = tuple(codes[name].codes.shape) if name in codes else None
-            if got != (wanted := tuple(getattr(layer, name).shape)):
-                raise LabError(f"layer {i}: the report's {name} is {got}, and the model's is {wanted}")
+    for layer, codes in zip(w.layers, report.quantised, strict=True):
         others = {n: moved(getattr(layer, n)) for n in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "mlp_norm")}
         layers.append(LayerWeights(**others, **{name: pack(codes[name], dtype, device) for name in PRODUCTS}))
     embedding = moved(w.embedding)
@@ -84,6 +76,21 @@ def quantised_model(
     return Model(
         model.config, replace(w, embedding=embedding, layers=layers, final_norm=moved(w.final_norm), lm_head=head)
     )
+
+
+def check_report(model: Model, report: Report) -> None:
+    """Raises LabError for a report that does not hold codes for every product of ``model``, of its shape."""
+    layers = model.weights.layers
+    if len(report.quantised) != len(layers):
+        raise LabError(
+            f"the report holds codes of {len(report.quantised)} layers and the model has {len(layers)}: "
+            f"give what rtn, awq or gptq returned for this model"
+        )
+    for i, (layer, codes) in enumerate(zip(layers, report.quantised, strict=True)):
+        for name in PRODUCTS:
+            got = tuple(codes[name].codes.shape) if name in codes else None
+            if got != (wanted := tuple(getattr(layer, name).shape)):
+                raise LabError(f"layer {i}: the report's {name} is {got}, and the model's is {wanted}")
 
 
 def random_format(in_features: int) -> Format:

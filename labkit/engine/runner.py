@@ -109,8 +109,9 @@ class Runner:
             logits = logits[: len(chunks)] if all_sample else logits.index_select(0, batch.rows)
         else:
             logits = self.model.forward(batch, self.kv, self.tokens, None if decode and all_sample else batch.rows)
-        if logits.shape[1] != self.config.vocab_size:  # by an operator of one's own; its argmax would be no token
-            raise LabError(f"the step's logits have {logits.shape[1]} columns; the vocabulary has {self.config.vocab_size}")
+        if logits.shape[1:] != (self.config.vocab_size,):  # by an operator of one's own; its argmax would be no token
+            vocab = self.config.vocab_size
+            raise LabError(f"the step's logits must be [rows, {vocab}], got {list(logits.shape)}")
         if not chunks:
             return StepResult([], logits, None)
         if (mixed or (bucket and all_sample)) and all(is_plain(chunk.request.params) for chunk in chunks):

@@ -37,7 +37,7 @@ class Place:
 def weight_files(folder: str | Path) -> list[Path]:
     """The safetensors files of a model folder: those its index lists, or model.safetensors.
 
-    Raises LabError for a folder that is not there, an index that is none, or a file that is missing.
+    Raises LabError for a folder that is not there, an index that is none or names no files, or a file that is missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -46,12 +46,14 @@ def weight_files(folder: str | Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LabError(f"{index} is no safetensors index ({error!r})") from error
+        if not names or not all(isinstance(name, str) for name in names):
+            raise LabError(f"{index} is no safetensors index: its weight_map names no files")
     else:
         names = ["model.safetensors"]
     for name in names:
-        if not (folder / name).exists():
+        if not (folder / name).is_file():
             raise LabError(f"{folder} has no {name}, where its weights should be")
     return [folder / name for name in names]
 
@@ -69,8 +71,8 @@ def places(path: Path) -> dict[str, Place]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        raw = {name: (t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raw = {name: _entry(t) for name, t in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LabError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
     if unknown := next((kind for kind, *_ in raw.values() if kind not in DTYPES), None):
         raise LabError(f"{path} holds tensors of dtype {unknown!r}; {', '.join(DTYPES)} can be loaded")
@@ -82,6 +84,15 @@ def places(path: Path) -> dict[str, Place]:
     if (end := max((p.end for p in found.values()), default=base)) != size:
         raise LabError(f"{path} is cut short or damaged: it has {size} bytes, and its header promises {end}")
     return found
+
+
+def _entry(about: dict) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) that the header tells of a tensor. Raises ValueError, TypeError or KeyError where it
+    tells something else."""
+    dtype, shape, (begin, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
+    if not isinstance(dtype, str) or any(type(n) is not int for n in (*shape, begin, end)) or min(shape, default=0) < 0:
+        raise ValueError(f"{about}")
+    return dtype, shape, begin, end
 
 
 def map_file(path: Path) -> torch.Tensor:

@@ -74,11 +74,12 @@ def load_tensors(folder: str | Path, how: str = "mmap", device: str | torch.devi
     """{name: tensor} of a folder's safetensors files, on ``device``, in one of the four WAYS.
 
     say: gets a line where a way cannot be gone as it is meant (pinned, without CUDA). Raises LabError for an unknown
-    way, a folder or file that is missing, and a file that is cut short or damaged, by name, before anything is loaded.
+    way, a device that is not there, a folder or file that is missing, and a file that is cut short or damaged, by name,
+    before anything is loaded.
     """
     if how not in WAYS:
         raise LabError(f"there is no way {how!r} of loading weights; there are {', '.join(WAYS)}")
-    device = torch.device(device)
+    device = as_device(device)
     files = {path: places(path) for path in weight_files(folder)}
     stager = None
     if how == "pinned":
@@ -101,6 +102,19 @@ def load_tensors(folder: str | Path, how: str = "mmap", device: str | torch.devi
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return tensors
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """Raises LabError for what is no device, a device that is not there, and kinds that this engine does not run on."""
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LabError(f"{device!r} is no device; use 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LabError("device 'cuda' was asked for and torch finds no CUDA GPU; use device='cpu'")
+    if device.type not in ("cpu", "cuda"):
+        raise LabError(f"device {str(device)!r} is not supported; use 'cpu' or 'cuda'")
+    return device
 
 
 def not_pinned(device: torch.device) -> str:

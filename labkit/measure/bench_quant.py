@@ -1,7 +1,7 @@
-"""The rows of ``labkit bench kernels`` for weights of 4 bits: Llama-3-8B's products and larger squares, few rows to many.
+"""The rows of ``labkit bench kernels`` for weights of 4 bits: Llama-3-8B's products and larger squares, 1 row to 4096.
 
-The goals are multiples of cuBLAS on 16 bits, which is what quantisation has to beat. Beside it stand two kernels for the
-same 4 bits: tinygemm, which comes with torch, and gemlite, where that is installed.
+The goals are multiples of cuBLAS on 16 bits, which is what quantisation has to beat. Beside it stand two kernels for
+the same 4 bits: tinygemm, which comes with torch, and gemlite, where that is installed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from labkit.quant.blocks import PRODUCTS, Layer, check_groups, check_tokens, embed, layers
+from labkit.errors import LabError
+from labkit.quant.blocks import PRODUCTS, Inputs, Layer, check_model, check_tokens, embed, layers
 from labkit.quant.formats import Format, fake, quantise
 from labkit.quant.rtn import Report
 
@@ -45,20 +46,23 @@ def awq(
 
     tokens: int64 [blocks, n], for calibration. clip False: without step 2. rounding: what the searches take for
     rounding; the identity shows that folding alone changes nothing (then no codes are made).
-    Raises LabError for tokens the model cannot read or groups that do not divide, before anything is changed.
+    Raises LabError for tokens the model cannot read, groups that do not divide, or NaN in the weights, before anything
+    is changed; and where a layer's activations are not finite, as fp16 can make them. If that or an interrupt ends it,
+    the layers before are quantised already: work on ``copy_of(model)`` where the model is still needed.
     """
-    check_groups(model, fmt)
+    check_model(model, fmt)
     check_tokens(tokens, model.config)
     report, hidden = Report(fmt), embed(model, tokens)
     for layer in layers(model, tokens.shape[1], progress, "AWQ"):
         inputs, hidden = layer.run(hidden)
+        _check_inputs(layer, inputs)
         found = {name: search(layer, name, getattr(inputs, name), fmt, rounding) for name in PRODUCTS}
         for name, choice in found.items():
             fold(layer, name, choice["scale"])
         if clip:
             for name in PRODUCTS:
-                x = getattr(inputs, name).float() / found[name]["scale"]
-                _clip_rows(layer, name, x, fmt, rounding)
+                _clip_rows(layer, name, getattr(inputs, name).float() / found[name]["scale"], fmt, rounding)
+        del inputs  # or they would stay while the next layer's are made
         if rounding is fake:
             report.quantised.append({name: quantise(getattr(layer.weights, name), fmt) for name in PRODUCTS})
             for name, quantised in report.quantised[-1].items():
@@ -81,14 +85,16 @@ def search(layer: Layer, name: str, x: torch.Tensor, fmt: Format, rounding: Roun
     x = _some_blocks(x, layer.n)
     run = {"qkv": layer.attention, "gate_up": layer.mlp}.get(name, lambda y: F.linear(y, weight))
     wanted, best, losses = run(x).float(), None, []
-    for ratio in RATIOS:
-        scale = mean.pow(ratio).clamp(min=1e-4)
-        scale = scale / (scale.max() * scale.min()).sqrt()
-        weight.copy_(rounding(original.float() * scale, fmt) / scale)
-        losses.append(float((run(x).float() - wanted).square().mean()))
-        if best is None or losses[-1] < best[0]:
-            best = losses[-1], ratio, scale
-    weight.copy_(original)
+    try:
+        for ratio in RATIOS:
+            scale = mean.pow(ratio).clamp(min=1e-4)
+            scale = scale / (scale.max() * scale.min()).sqrt()
+            weight.copy_(rounding(original.float() * scale, fmt) / scale)
+            losses.append(float((run(x).float() - wanted).square().mean()))
+            if best is None or losses[-1] < best[0]:
+                best = losses[-1], ratio, scale
+    finally:  # also when it is interrupted
+        weight.copy_(original)
     return {"scale": best[2], "ratio": best[1], "losses": losses}
 
 
@@ -134,6 +140,17 @@ def _clip_rows(layer: Layer, name: str, x: torch.Tensor, fmt: Format, rounding: 
     weight = getattr(layer.weights, name)
     rows = weight[-layer.model.config.kv_size :] if name == "qkv" else weight
     rows.copy_(best_clip(rows, x, fmt, rounding))
+
+
+def _check_inputs(layer: Layer, inputs: Inputs) -> None:
+    """Raises LabError for activations that are not finite: every loss would be NaN, and no search could choose."""
+    for name in PRODUCTS:
+        if not torch.isfinite(getattr(inputs, name)).all():
+            kind = str(layer.model.dtype).removeprefix("torch.")
+            raise LabError(
+                f"layer {layer.index}: what {name} reads is NaN or infinite for the calibration text; the model runs "
+                f"in {kind}, and in float32 it may not overflow"
+            )
 
 
 def _v_matches(layer: Layer) -> bool:

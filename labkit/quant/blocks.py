@@ -7,7 +7,7 @@
     down       silu(gate) * up                              the rows of up
 
 A method goes through the layers once, with the hidden states of all calibration tokens in memory and one layer's inputs
-beside them: ``run_layer`` gives a layer's inputs and the hidden states after it.
+beside them: ``Layer.run`` gives a layer's inputs and the hidden states after it.
 """
 
 from __future__ import annotations
@@ -110,15 +110,34 @@ def check_tokens(tokens: torch.Tensor, config) -> None:
         raise LabError(f"blocks of {tokens.shape[1]} tokens are longer than the model's {config.max_positions}")
 
 
-def check_groups(model, fmt) -> None:
-    """Raises LabError, before any work, for a product whose rows the groups of ``fmt`` do not divide, or that is packed
-    already."""
+def check_model(model, fmt) -> None:
+    """Raises LabError, before any work, for products that are packed already, rows that the groups of ``fmt`` do not
+    divide, and weights that are NaN or infinite, by their place."""
     check_plain(model)
     for name in PRODUCTS:
         try:
             fmt.width(getattr(model.weights.layers[0], name).shape[1])
         except LabError as error:
             raise LabError(f"{name}: {error}") from error
+    w = model.weights
+    check_finite("the embedding", w.embedding)
+    for i, layer in enumerate(w.layers):
+        for field in fields(layer):
+            if (tensor := getattr(layer, field.name)) is not None:
+                check_finite(f"layer {i}, {field.name}", tensor)
+    check_finite("the last norm", w.final_norm)
+    if w.lm_head is not w.embedding:
+        check_finite("the output head", w.lm_head)
+
+
+def check_finite(where: str, weight: torch.Tensor) -> None:
+    """Raises LabError for a weight that is NaN or infinite."""
+    if not torch.isfinite(weight).all():
+        at = [int(i) for i in (~torch.isfinite(weight)).nonzero()[0]]
+        raise LabError(
+            f"{where}: the weight at {at} is NaN or infinity, and what it is multiplied with would be lost; get the "
+            f"model again"
+        )
 
 
 def layers(model, n: int, progress: bool = True, what: str = "layers") -> Iterator[Layer]:

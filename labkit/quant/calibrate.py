@@ -53,7 +53,7 @@ def read_jsonl(path: str | Path) -> list[dict]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LabError(f"{path}, line {number} is no JSON ({error}); each line holds one object") from error
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise LabError(f'{path}, line {number} needs a string under "text", such as {{"text": "…"}}: {line:.60}')
@@ -70,11 +70,16 @@ def calibration_tokens(
     has none) and cut into blocks; tokens after the last whole block are left out. Of more than ``samples`` blocks,
     evenly spaced ones are taken, so that the end of the text counts as much as its beginning. What looks like a special
     token in a text is read as ordinary text.
-    Raises LabError for text that does not fill one block, with both numbers, or a source that is neither.
+    Raises LabError for text that does not fill one block, with both numbers, a source that is neither, or a model
+    without a tokenizer.
     """
     for name, value in (("samples", samples), ("length", length)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LabError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if tokenizer is None:
+        raise LabError("text is cut into tokens by the model's tokenizer, and this model came without one")
+    if not isinstance(source, str | Path | Sequence):
+        raise LabError(f"calibration text is a JSONL file's path or a list of texts, got {source!r:.60}")
     if isinstance(source, str | Path):
         texts, where = [row["text"] for row in read_jsonl(source)], str(source)
     else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -28,26 +28,30 @@ from labkit.quant.pack import PER_WORD, pack, unpack
 
 PARTS = ("qweight", "qzeros", "scales")
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # {"weight_map": {tensor: file}} of a checkpoint in several files
+OLD_AWQ, OLD_GPTQ = "quant_config.json", "quantize_config.json"  # where older files tell their format
 
 
 def write_awq(
-    folder: str | Path, config: dict, products: Mapping[str, Quantised], others: Mapping[str, torch.Tensor]
+    folder: str | Path,
+    config: dict,
+    products: Mapping[str, Quantised],
+    others: Mapping[str, torch.Tensor],
+    along: Iterable[Path] = (),
 ) -> Path:
-    """Write config.json and model.safetensors; the folder appears when both are whole, or not at all.
+    """Write config.json and model.safetensors; the folder appears when everything in it is whole, or not at all.
 
     config: that of the unquantised model, as Hugging Face has it. products: by name ("model.layers.0.mlp.down_proj").
-    others: everything else by its full name; floating tensors are written as fp16. Raises LabError for a format that
-    the layout cannot hold, outputs that do not fill words, values beyond fp16, or a folder that is there already.
+    others: everything else by its full name; floating tensors are written as fp16. along: files that are copied into
+    the folder. Raises LabError for a format that the layout cannot hold, outputs that do not fill words, values beyond
+    fp16, a folder that is there already, or one that cannot be written (a full disk, no permission).
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise LabError(f"{folder} is there already: choose another folder, or remove it first")
+    folder = new_folder(folder)
     formats = {q.format for q in products.values()}
     if len(formats) != 1:
         raise LabError(f"all products of a checkpoint share one format, got {', '.join(map(str, formats)) or 'none'}")
     (fmt,) = formats
-    if fmt.bits != 4 or fmt.symmetric:
-        raise LabError(f"the AWQ layout holds 4 bits with zero points; this is {fmt}")
+    check_layout(fmt)
     tensors = {}
     for name, q in products.items():
         if q.codes.shape[0] % PER_WORD:
@@ -61,17 +65,41 @@ def write_awq(
         "quant_method": "awq", "bits": 4, "group_size": fmt.group, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None,
     }  # fmt: skip
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    made = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, made / WEIGHTS, metadata={"format": "pt"})
         written = {**config, "torch_dtype": "float16", "quantization_config": about}
         (made / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        for path in along:
+            shutil.copyfile(path, made / path.name)
+        (made / WEIGHTS).chmod(0o644)  # safetensors makes files that nobody else may read
         made.chmod(0o755)
-        made.rename(folder)
+        made.rename(folder)  # the last step: until now there is no checkpoint
+    except (OSError, SafetensorError) as error:
+        raise LabError(f"{folder} cannot be written, and nothing is left of it ({error})") from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)  # after the rename there is nothing left of it
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)  # after the rename there is nothing left of it
     return folder
+
+
+def new_folder(folder: str | Path) -> Path:
+    """Raises LabError for one that is there already."""
+    folder = Path(folder).expanduser()
+    if folder.exists() or folder.is_symlink():
+        raise LabError(f"{folder} is there already: choose another folder, or remove it first")
+    return folder
+
+
+def check_layout(fmt: Format) -> None:
+    """Raises LabError for a format that the layout cannot hold."""
+    if fmt.bits != 4 or fmt.symmetric:
+        raise LabError(
+            f"the AWQ layout holds 4 bits with zero points; this is {fmt}, which labkit.engine.quantised_model runs "
+            f"without a checkpoint"
+        )
 
 
 def _half(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -86,6 +114,8 @@ def awq_format(config: dict, folder: str | Path = "the checkpoint") -> Format:
     about = config.get("quantization_config")
     if about is None:
         raise LabError(f"{folder} is not quantised: its config.json has no quantization_config")
+    if not isinstance(about, dict):
+        raise LabError(f"{folder}: what describes the quantisation is no JSON object: {about!r:.60}")
     method = str(about.get("quant_method", "")).lower()
     if method == "gptq":
         raise LabError(f"{folder} is a GPTQ checkpoint: it packs along the inputs and stores zero points less one")
@@ -98,9 +128,12 @@ def awq_format(config: dict, folder: str | Path = "the checkpoint") -> Format:
         )
     if bits != 4 or not about.get("zero_point", True):
         raise LabError(
-            f"{folder} says {bits} bits, zero_point {about.get('zero_point')}; 4 with zero points can be read"
+            f"{folder} says {bits!r} bits, zero_point {about.get('zero_point')}; 4 with zero points can be read"
         )
-    return Format(4, about.get("group_size", about.get("q_group_size", 128)))
+    try:
+        return Format(4, about.get("group_size", about.get("q_group_size", 128)))
+    except LabError as error:
+        raise LabError(f"{folder}: {error}") from error
 
 
 class AwqFiles:
@@ -113,17 +146,13 @@ class AwqFiles:
         """All files of a sharded checkpoint are opened. Raises LabError for a folder without config or weights, another
         layout (see ``awq_format``), and missing parts, each by name."""
         self.folder = folder = Path(folder)
-        try:
-            self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            old = folder / "quant_config.json"
-            if "quantization_config" not in self.config and old.is_file():  # how older files have it
-                about = {"quant_method": "awq", **json.loads(old.read_text(encoding="utf-8"))}
-                self.config["quantization_config"] = about
-        except (OSError, ValueError) as error:
-            raise LabError(f"{folder} has no readable config.json ({error})") from error
-        self.format, files = awq_format(self.config, folder), sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise LabError(f"{folder} holds no .safetensors file")
+        self.config = _json_object(folder / "config.json")
+        if self.config.get("quantization_config") is None:
+            for name, method in ((OLD_AWQ, "awq"), (OLD_GPTQ, "gptq")):
+                if (folder / name).is_file():
+                    self.config["quantization_config"] = {"quant_method": method, **_json_object(folder / name)}
+                    break
+        self.format, files = awq_format(self.config, folder), _files(folder)
         self._where: dict = {}
         for path in files:
             try:
@@ -138,7 +167,12 @@ class AwqFiles:
         for name in self.products:
             if missing := [part for part in PARTS if f"{name}.{part}" not in self._where]:
                 raise LabError(f"{name} lacks its {' and '.join(missing)}")
-        self.others = [name for name in self._where if name not in set(parts)]
+        parts = set(parts)
+        self.others = [name for name in self._where if name not in parts]
+        if stray := [name for name in self.others if name.endswith(".g_idx")]:
+            raise LabError(f"{folder} holds {stray[0]}, which GPTQ's checkpoints have and AWQ's do not")
+        for name in self.products:
+            self._check(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a product, [out, in], or of another tensor."""
@@ -152,19 +186,60 @@ class AwqFiles:
         return self._where[name].get_tensor(name)
 
     def product(self, name: str, device="cpu") -> Quantised:
-        """One of ``products``, unpacked on ``device``. Raises LabError for parts whose shapes contradict each other."""
+        """One of ``products``, unpacked on ``device``. Raises LabError for scales that are NaN or infinite."""
         held = (self._where[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in PARTS)
         words, zeros, scales = (tensor.to(device) for tensor in held)
-        rows, columns = words.shape[0], PER_WORD * words.shape[1]
-        groups = rows // self.format.width(rows)
-        if zeros.shape != (groups, columns // PER_WORD) or scales.shape != (groups, columns):
-            raise LabError(
-                f"{name}: qweight {list(words.shape)} in groups of {self.format.group} needs qzeros "
-                f"{[groups, columns // PER_WORD]} and scales {[groups, columns]}, got {list(zeros.shape)} and "
-                f"{list(scales.shape)}"
-            )
+        if not torch.isfinite(scales).all():
+            raise LabError(f"{self.folder}: {name} has scales that are NaN or infinite; get the checkpoint again")
         codes, zeros = unpack(words).t().contiguous(), unpack(zeros).t().contiguous()
         return Quantised(codes, scales.t().float().contiguous(), zeros, self.format)
+
+    def _check(self, name: str) -> None:
+        """Raises LabError for parts of other dtypes than the layout's, or whose shapes contradict each other."""
+        held = [self._where[f"{name}.{part}"].get_slice(f"{name}.{part}") for part in PARTS]
+        kinds = [part.get_dtype() for part in held]
+        if kinds[:2] != ["I32", "I32"] or kinds[2] not in ("F16", "BF16", "F32"):
+            raise LabError(f"{name}: qweight and qzeros are int32 and scales fp16, got {', '.join(kinds)}")
+        shapes = [list(part.get_shape()) for part in held]
+        if len(shapes[0]) != 2:
+            raise LabError(f"{name}: qweight is a matrix [inputs, outputs / {PER_WORD}], got shape {shapes[0]}")
+        rows, words = shapes[0]
+        try:
+            groups = rows // self.format.width(rows)
+        except LabError as error:
+            raise LabError(f"{name}: {error}") from error
+        if shapes[1:] != (wanted := [[groups, words], [groups, PER_WORD * words]]):
+            raise LabError(
+                f"{name}: qweight {shapes[0]} in groups of {self.format.group} needs qzeros {wanted[0]} and scales "
+                f"{wanted[1]}, got {shapes[1]} and {shapes[2]}"
+            )
+
+
+def _json_object(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LabError(f"{path.parent} has no readable {path.name} ({error})") from error
+    if not isinstance(found, dict):
+        raise LabError(f"{path} holds no JSON object, but {found!r:.60}")
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that the index lists, so that neither a missing one nor a stray one goes unseen; without an index all
+    that are there."""
+    if (folder / INDEX).is_file():
+        listed = _json_object(folder / INDEX).get("weight_map")
+        names = set(listed.values()) if isinstance(listed, dict) else set()
+        if not names or not all(isinstance(name, str) for name in names):
+            raise LabError(f"{folder / INDEX} is no safetensors index: its weight_map names no files")
+        if missing := sorted(name for name in names if not (folder / name).is_file()):
+            raise LabError(f"{folder} has no {missing[0]}, which its index lists")
+        return [folder / name for name in sorted(names)]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise LabError(f"{folder} holds no .safetensors file")
+    return files
 
 
 def read_awq(folder: str | Path) -> tuple[dict, dict[str, Quantised], dict[str, torch.Tensor]]:

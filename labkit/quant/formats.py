@@ -34,9 +34,9 @@ class Format:
     symmetric: bool = False
 
     def __post_init__(self):
-        if self.bits not in BITS:
+        if type(self.bits) is not int or self.bits not in BITS:
             raise LabError(f"there are formats of {', '.join(map(str, BITS))} bits, not of {self.bits!r}")
-        if self.group != -1 and (not isinstance(self.group, int) or self.group < 1):
+        if type(self.group) is not int or (self.group != -1 and self.group < 1):
             raise LabError(f"a group is a number of weights from 1 up, or -1 for a whole row; got {self.group!r}")
 
     @property

@@ -13,17 +13,18 @@ from __future__ import annotations
 import torch
 
 from labkit.errors import LabError
-from labkit.quant.blocks import PRODUCTS, check_groups, check_tokens, embed, layers
+from labkit.quant.blocks import PRODUCTS, check_model, check_tokens, embed, layers
 from labkit.quant.formats import Format, Quantised, encode, grid
 from labkit.quant.rtn import Report
 
+CHUNK_TOKENS = 4096  # go into H at a time, in fp64
 DAMP = 0.01  # of H's mean diagonal, added to it: columns that hardly vary would make H singular
 
 
 @torch.inference_mode()
 def gptq(model, fmt: Format, tokens: torch.Tensor, *, progress: bool = True) -> Report:
     """Quantise all products of ``model``, in place. Arguments and errors as for ``awq``."""
-    check_groups(model, fmt)
+    check_model(model, fmt)
     check_tokens(tokens, model.config)
     report, hidden = Report(fmt), embed(model, tokens)
     for layer in layers(model, tokens.shape[1], progress, "GPTQ"):
@@ -32,6 +33,7 @@ def gptq(model, fmt: Format, tokens: torch.Tensor, *, progress: bool = True) -> 
             x = getattr(layer.run(hidden)[0], name)  # with the products before it already quantised
             weight = getattr(layer.weights, name)
             done[name] = round_columns(weight, x, fmt)
+            del x  # or it would stay while the next product's input is made
             weight.copy_(done[name].dequantise(weight.dtype))
         hidden = layer.run(hidden)[1]
         report.quantised.append(done)
@@ -41,13 +43,16 @@ def gptq(model, fmt: Format, tokens: torch.Tensor, *, progress: bool = True) -> 
 def round_columns(w: torch.Tensor, x: torch.Tensor, fmt: Format) -> Quantised:
     """w: [out, in], x: [tokens, in], what it multiplies -> its codes.
 
-    Raises LabError for weights or inputs that are not finite, or groups that do not divide.
+    Raises LabError for weights or inputs that are not finite, groups that do not divide, or scales that fp16 cannot
+    hold.
     """
     if not torch.isfinite(w).all() or not torch.isfinite(x).all():
         raise LabError("GPTQ needs finite weights and inputs; these hold NaN or infinity")
     width, (rows, columns) = fmt.width(w.shape[1]), w.shape
-    x = x.double()
-    h = x.t() @ x / x.shape[0]
+    h = torch.zeros(columns, columns, dtype=torch.float64, device=w.device)
+    for part in x.split(CHUNK_TOKENS):
+        part = part.double()
+        h += part.t() @ part / x.shape[0]
     diagonal = h.diagonal()
     unused = diagonal == 0  # a channel that is always 0: its weights do not matter
     diagonal[unused] = 1
@@ -61,6 +66,8 @@ def round_columns(w: torch.Tensor, x: torch.Tensor, fmt: Format) -> Quantised:
         here = slice(start, start + width)
         group, corner = w[:, here], upper[here, here]
         scale, zero = grid(group, fmt)
+        if not torch.isfinite(scale).all():
+            raise LabError(f"a weight of {group.abs().max():.3g} needs a scale beyond fp16's 65504 in {fmt}")
         errors = torch.empty_like(group)
         for j in range(width):
             code = encode(group[:, j : j + 1], scale, zero, fmt)

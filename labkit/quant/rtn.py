@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from labkit.quant.blocks import PRODUCTS, check_groups
+from labkit.quant.blocks import PRODUCTS, check_model
 from labkit.quant.formats import Format, Quantised, quantise
 
 
@@ -24,9 +24,10 @@ class Report:
 def rtn(model, fmt: Format) -> Report:
     """Quantise all products of ``model``, in place: its weights become what their codes stand for.
 
-    Raises LabError for groups that do not divide the rows, or NaN in the weights, before anything is changed.
+    Raises LabError for groups that do not divide the rows, NaN in the weights (by its place), and weights whose scales
+    fp16 cannot hold, before anything is changed.
     """
-    check_groups(model, fmt)
+    check_model(model, fmt)
     report = Report(fmt)
     for layer in model.weights.layers:
         report.quantised.append({name: quantise(getattr(layer, name), fmt) for name in PRODUCTS})

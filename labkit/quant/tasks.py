@@ -31,12 +31,14 @@ class Task:
 
 def addition(n: int, seed: int = 0, digits: int = 2, shots: int = 4) -> list[Task]:
     """n sums of two numbers of ``digits`` digits."""
+    _check_least("digits", digits, 1)
     low, high = 10 ** (digits - 1), 10**digits - 1
     return _arithmetic("addition", "+", n, seed, (low, high), shots)
 
 
 def multiplication(n: int, seed: int = 0, high: int = 12, shots: int = 4) -> list[Task]:
     """n products of two numbers from 2 to ``high``."""
+    _check_least("high", high, 2)
     return _arithmetic("multiplication", "*", n, seed, (2, high), shots)
 
 
@@ -44,6 +46,7 @@ def recall(n: int, seed: int = 0, pairs: int = 8, digits: int = 4, shots: int = 
     """n questions for one of ``pairs`` numbers, each of which got a name some lines above; ``shots`` others are asked
     for and answered first."""
     _check(n, shots)
+    _check_least("digits", digits, 1)
     if not shots < pairs <= len(NAMES):
         raise LabError(f"recall with {shots} examples takes {shots + 1} to {len(NAMES)} pairs, got {pairs}")
     rng, tasks = Random(seed), []
@@ -91,6 +94,11 @@ def _arithmetic(kind: str, sign: str, n: int, seed: int, between: tuple[int, int
     return tasks
 
 
+def _check_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise LabError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
 def _check(n: int, shots: int) -> None:
-    if n < 1 or shots < 0:
+    if not isinstance(n, int) or not isinstance(shots, int) or n < 1 or shots < 0:
         raise LabError(f"at least one task and no fewer than 0 examples are needed, got n={n}, shots={shots}")

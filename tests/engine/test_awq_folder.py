@@ -118,4 +118,98 @@ def test_tokenizer_files_go_along(plain, tmp_path):
         save_awq(quantised, report, tmp_path / "awq", source)
     assert not (tmp_path / "awq").exists()
     (source / "tokenizer.json").write_text("{}")
-    assert (save_awq(quantised, report, tmp_path / "awq", source) / "tokenizer.json").read_text() == "{}"
+    (source / "special_tokens_map.json").write_text("[]")
+    folder = save_awq(quantised, report, tmp_path / "awq", source)
+    assert [(folder / name).read_text() for name in ("tokenizer.json", "special_tokens_map.json")] == ["{}", "[]"]
+
+
+def test_no_folder_is_there_before_its_tokenizer_is(plain, tmp_path, monkeypatch):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    quantised, source = copy_of(plain), tmp_path / "tokenizer"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    report = rtn(quantised, FMT)
+    monkeypatch.setattr("shutil.copyfile", stop)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        save_awq(quantised, report, tmp_path / "awq", source)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("fmt", "says"),
+    [(Format(3, 8), "this is 3 bits, asymmetric"), (Format(4, 8, symmetric=True), "this is 4 bits, symmetric")],
+)
+def test_what_the_layout_cannot_hold_is_refused_with_what_can_run_it(plain, tmp_path, fmt, says):
+    quantised = copy_of(plain)
+    with pytest.raises(LabError, match=f"{says}.*labkit.engine.quantised_model runs without a checkpoint"):
+        save_awq(quantised, rtn(quantised, fmt), tmp_path / "awq")
+    assert not (tmp_path / "awq").exists()
+
+
+def test_a_report_of_another_model_is_refused(plain, tmp_path):
+    tiny_hf("qwen2").half().save_pretrained(tmp_path / "other")
+    report = rtn(load(tmp_path / "other", progress=None)[0], FMT)
+    with pytest.raises(LabError, match=r"layer 0: the report's qkv is \(96, 64\), and the model's is"):
+        save_awq(plain, report, tmp_path / "awq")
+    report.quantised.pop()
+    with pytest.raises(LabError, match="the report holds codes of 1 layers and the model has 2"):
+        save_awq(plain, report, tmp_path / "awq")
+
+
+@pytest.mark.parametrize("quantization", [None, "awq"])
+def test_a_tensor_of_no_use_is_named(plain, tmp_path, quantization):
+    """A bias that the engine does not add, or the scale that other models put behind their activation: a model that
+    runs without them runs wrongly."""
+    quantised = copy_of(plain)
+    folder = save_awq(quantised, rtn(quantised, FMT), tmp_path / "awq")
+    state = load_file(folder / WEIGHTS)
+    o_proj, down = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"
+    more = {part: state[f"{down}.{part}"].clone() for part in ("qweight", "qzeros", "scales")}
+    for names in (
+        {f"{o_proj}.bias": torch.ones(48)},
+        {"model.layers.2.input_layernorm.weight": torch.ones(48)},
+        {f"model.layers.2.mlp.down_proj.{part}": t for part, t in more.items()},
+    ):
+        save_file(state | names, folder / WEIGHTS)
+        first = next(iter(names)).replace("qweight", "weight").replace(".", r"\.")
+        with pytest.raises(LabError, match=f"holds the tensor {first}, for which a model of its config.json has no"):
+            load(folder, progress=None, quantization=quantization)
+    tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(2)}
+    save_file(state | tables | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}, folder / WEIGHTS)
+    assert torch.equal(logits(load(folder, progress=None)[0]), logits(quantised)), "old tables, and a tied head's copy"
+
+
+@pytest.mark.parametrize("quantization", [None, "awq"])
+def test_an_older_gptq_folder_is_not_read_as_a_plain_one(plain, tmp_path, quantization):
+    quantised = copy_of(plain)
+    folder = save_awq(quantised, rtn(quantised, FMT), tmp_path / "awq")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 8}))
+    with pytest.raises(LabError, match="is a GPTQ checkpoint: it packs along the inputs"):
+        load(folder, progress=None, quantization=quantization)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_folder_in_several_files_is_the_same_model(packed, tmp_path):
+    from tests.engine.packed_models import made
+
+    it = made("qwen3")
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    state = load_file(it.folder / WEIGHTS)
+    files = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    where = {name: files[i % 3] for i, name in enumerate(sorted(state))}
+    for file in files:
+        save_file({name: state[name] for name, at in where.items() if at == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "config.json").write_bytes((it.folder / "config.json").read_bytes())
+    back = load(folder, progress=None, quantization="awq" if packed else None)[0]
+    assert back.weights.packed == packed and torch.equal(logits(back), logits(it.model))
+    (folder / files[1]).unlink()
+    with pytest.raises(LabError, match=f"has no {files[1]}, which its index lists"):
+        load(folder, progress=None)

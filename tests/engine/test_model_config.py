@@ -88,6 +88,7 @@ def test_several_end_tokens_are_kept():
         (dict(hidden_size=65), "hidden_size 65 is no multiple of 8 heads, and config.json has no head_dim"),
         (dict(head_dim=7), "head_dim must be even, because the rotary embedding turns pairs, got 7"),
         (dict(vocab_size=0), "vocab_size must be a whole number of at least 1, got 0"),
+        (dict(num_hidden_layers=10**30), f"num_layers must be at most 10000, got {10**30}"),
         (dict(num_hidden_layers=2.0), "num_layers must be a whole number of at least 1, got 2.0"),
         (dict(rms_norm_eps=-1.0), "rms_eps must be a positive number, got -1.0"),
         (dict(attention_bias=True), "attention_bias=true is not supported"),

@@ -339,7 +339,7 @@ def test_packed_weights_in_graphs(batch):
 def test_only_quantised_weights_are_run_as_such(tmp_path, own_home):
     tiny_hf("llama").save_pretrained(tmp_path / "plain")
     gguf = write_gguf(tmp_path / "tiny.gguf", tiny_hf("llama"))
-    how = "quantise the model with labkit.quant.awq, write it with labkit.engine.save_awq, and load that"
+    how = r"make a checkpoint with `labkit quantise MODEL FOLDER` \(in Python: labkit.engine.save_awq\), and load that"
     for source, what in (
         ("smollm2-135m", "and the built-in 'smollm2-135m' is converted to fp32"),
         (gguf, "and the file .*tiny.gguf is converted to fp32"),

@@ -205,6 +205,32 @@ def test_what_cannot_be_loaded_is_named(call, folder, tmp_path):
     (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(LabError, match=r"empty has no gone\.safetensors"):
         call(empty)
+    for names in ({}, {"a": 5}, {"a": "gone.safetensors", "b": None}):
+        (empty / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(LabError, match=r"index\.json is no safetensors index"):
+            call(empty)
+    (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "."}}')
+    with pytest.raises(LabError, match=r"empty has no \., where"):
+        call(empty)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("teapot", "'teapot' is no device; use 'cpu', 'cuda'"),
+        (None, "None is no device"),
+        ("meta", "'meta' is not sup"),
+    ],
+)
+def test_a_device_that_is_none_is_named(device, says, folder):
+    with pytest.raises(LabError, match=says):
+        load_tensors(folder, "read", device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there")
+def test_a_gpu_that_is_not_there_is_named(folder):
+    with pytest.raises(LabError, match="torch finds no CUDA GPU; use device='cpu'"):
+        load_tensors(folder, "read", "cuda")
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -226,6 +252,14 @@ def header_of(**changes) -> dict:
     [
         (b"<html>not found</html>  ", "its header cannot be read"),
         (b"[1, 2]", "its header cannot be read"),
+        (b"[" * 100_000, "its header cannot be read"),
+        ({"a": 5}, "its header cannot be read"),
+        (header_of(data_offsets=["0", "8"]), "its header cannot be read"),
+        (header_of(data_offsets=[0, 8, 8]), "its header cannot be read"),
+        (header_of(data_offsets=[0.0, 8.0]), "its header cannot be read"),
+        (header_of(shape=[-1, -2]), "its header cannot be read"),
+        (header_of(shape=[2.0]), "its header cannot be read"),
+        (header_of(dtype=["F32"]), "its header cannot be read"),
         ({"a": {"dtype": "F32", "shape": [2]}}, "its header cannot be read"),
         (header_of(dtype="F4"), "holds tensors of dtype 'F4'; BOOL, U8,"),
         (header_of(shape=[3]), "damaged: the place of a does not fit its shape .3."),

@@ -147,6 +147,7 @@ WRONG = {
     "logits in one dimension": ("linear", lambda y: y.flatten()),
     "logits in three dimensions": ("linear", lambda y: y[None]),
     "no logits": ("linear", lambda y: y[:, :0]),
+    "logits of more tokens than there are": ("linear", lambda y: torch.cat((y, y[:, :3] + 1e3), 1)),
 }
 
 

@@ -7,13 +7,21 @@ import pkgutil
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map
 
 import kernels
+from kernels.awq_packed import PackedWeight
 from kernels.op import Op
 
 GUARD = 4096  # bytes before and behind every tensor; a multiple of any alignment a kernel may rely on
 POISON = 0xFF  # as bytes of any float type: NaN; of a signed integer: -1
+
+# Guards and comparisons take apart what a packed weight holds as they do tuples and lists.
+register_pytree_node(
+    PackedWeight,
+    lambda w: ([w.words, w.more, w.scales], (w.n, w.k, w.bits, w.group, w.dtype)),
+    lambda tensors, rest: PackedWeight(*tensors, *rest),
+)
 
 
 def all_ops() -> dict[str, Op]:

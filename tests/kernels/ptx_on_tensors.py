@@ -1,4 +1,4 @@
-"""Inline PTX on the CPU: the instructions that turn codes into numbers, each on a tensor of registers.
+"""Inline PTX on the CPU: the instructions that turn codes into numbers or bytes, each on a tensor of registers.
 
 ``run(assembly, constraints, inputs)`` is for a kernel's inline assembly what the interpreter is for the kernel. Results
 of 16 bits are rounded once, as the hardware's are.
@@ -32,10 +32,11 @@ def _word(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _prmt(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
-    octets = [(_bits(source) >> (8 * i)) & 255 for source in (a, b) for i in range(4)]
-    picks = [(int(selector) >> (4 * i)) & 15 for i in range(4)]
-    assert max(picks) < 8, "sign bits are not modelled"
-    return _word(sum(octets[pick] << (8 * i) for i, pick in enumerate(picks)))
+    a, b, selector = torch.broadcast_tensors(_bits(a), _bits(b), _bits(selector))
+    octets = torch.stack([(source >> (8 * i)) & 255 for source in (a, b) for i in range(4)])
+    picks = [(selector >> (4 * i)) & 15 for i in range(4)]
+    assert all((pick < 8).all() for pick in picks), "sign bits are not modelled"
+    return _word(sum(octets.gather(0, pick[None])[0] << (8 * i) for i, pick in enumerate(picks)))
 
 
 def _step(op: str, x: list[torch.Tensor]) -> torch.Tensor:
@@ -44,6 +45,8 @@ def _step(op: str, x: list[torch.Tensor]) -> torch.Tensor:
     kind = KINDS.get(parts[-1].removesuffix("x2"))
     if name == "shr":
         return _word(_bits(x[0]) >> int(x[1]))
+    if name == "shl":
+        return _word(_bits(_bits(x[0]) << int(x[1])))
     if name == "and":
         return x[0] & x[1]
     if name == "lop3":
@@ -64,11 +67,16 @@ def _step(op: str, x: list[torch.Tensor]) -> torch.Tensor:
 
 
 def run(assembly: str, constraints: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, int32 for "r" and int16 for "h", of assembly with int32 inputs of shapes that broadcast."""
+    """The outputs, int32 for "r" and int16 for "h", of assembly with int32 inputs of shapes that broadcast.
+
+    An output that is not marked "=&" may share an input's register, so no input may be read once it is written.
+    """
     inputs = torch.broadcast_tensors(*inputs)
     kinds = constraints.split(",")
     outputs = sum(kind.startswith("=") for kind in kinds)
-    assert all(kind.startswith("=&") for kind in kinds[:outputs]), "an output may share an input's register"
+    assert len(kinds) == outputs + len(inputs)
+    shared = {f"${i}" for i, kind in enumerate(kinds[:outputs]) if kind == "=r"}  # inputs have 32 bits, halves cannot
+    written = set()
     registers = {f"${outputs + i}": t.contiguous() for i, t in enumerate(inputs)}
     declared = dict.fromkeys(f"${i}" for i in range(outputs))
     for kind, names in re.findall(r"\.reg \.(\w+) ([\w, ]+);", assembly):
@@ -76,6 +84,8 @@ def run(assembly: str, constraints: str, inputs: list[torch.Tensor]) -> list[tor
 
     def value(text: str, floats: bool) -> torch.Tensor:
         if text in registers:
+            clobbered = shared & written and text[0] == "$" and int(text[1:]) >= outputs
+            assert not clobbered, f"{text} is read when {written} are written, of which one may be the same register"
             return registers[text]
         if text.startswith("0f"):
             return torch.tensor(int(text[2:], 16)).to(torch.int32).view(torch.float32).expand(inputs[0].shape)
@@ -86,16 +96,15 @@ def run(assembly: str, constraints: str, inputs: list[torch.Tensor]) -> list[tor
         op, rest = line.split(" ", 1)
         split = re.match(r"\{(\S+), (\S+)\}, (\S+)$", rest)
         if split:
-            halves = registers[split[3]].contiguous().view(torch.int16).unflatten(-1, (-1, 2))
+            halves = value(split[3], True).contiguous().view(torch.int16).unflatten(-1, (-1, 2))
             registers[split[1]], registers[split[2]] = halves.unbind(-1)
             continue
         to, *operands = rest.split(", ")
+        operands = [value(text, op in ("and.b32", "lop3.b32", "mov.b32") and i < 3) for i, text in enumerate(operands)]
+        written.add(to)
         assert to in declared, f"{to} is not declared"
         if op == "mov.b32":
-            moved = value(operands[0], True)
-            dtype = torch.float32 if declared[to] == "f32" else torch.int32
-            registers[to] = moved.contiguous().view(dtype)
+            registers[to] = operands[0].contiguous().view(torch.float32 if declared[to] == "f32" else torch.int32)
         else:
-            registers[to] = _step(op, [value(text, op in ("and.b32", "lop3.b32") and i < 3)
-                                       for i, text in enumerate(operands)])  # fmt: skip
+            registers[to] = _step(op, operands)
     return [registers[f"${i}"] for i in range(outputs)]

@@ -171,6 +171,7 @@ def test_own_text_comes_from_a_file(tmp_path):
     ("line", "message"),
     [
         ("{broken", r"own\.jsonl, line 3 is no JSON"),
+        ("[" * 100_000, r"own\.jsonl, line 3 is no JSON"),
         ('["a"]', r'line 3 needs a string under "text"'),
         (json.dumps({"text": 5}), r'line 3 needs a string under "text"'),
         (json.dumps({"Text": "a"}), r'line 3 needs a string under "text", such as .*: \{"Text": "a"\}'),
@@ -191,6 +192,9 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
         (lambda t: calibration_tokens(["abc", "de"], t, length=7), r"has 6 tokens in 2 texts, and one block needs 7"),
         (lambda t: calibration_tokens("no/such.jsonl", t), r"no/such\.jsonl cannot be read \(No such file.* list of"),
         (lambda t: calibration_tokens(["a", 3], t), r"texts are strings, got int: 3"),
+        (lambda t: calibration_tokens(None, t), r"a JSONL file's path or a list of texts, got None"),
+        (lambda t: calibration_tokens(5, t), r"a JSONL file's path or a list of texts, got 5"),
+        (lambda t: calibration_tokens(["a"], None), r"by the model's tokenizer, and this model came without one"),
         (lambda t: calibration_tokens(["a"], t, samples=0), r"samples must be a whole number of at least 1, got 0"),
         (lambda t: calibration_tokens(["a"], t, length=2.0), r"length must be a whole number of at least 1, got 2\.0"),
         (lambda t: builtin("poems", "evaluation"), r"prose, business in the parts .*, not of 'poems' in 'evaluation'"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from labkit.errors import LabError
-from labkit.quant.checkpoint import WEIGHTS, read_awq, write_awq
+from labkit.quant.checkpoint import INDEX, WEIGHTS, AwqFiles, read_awq, write_awq
 from labkit.quant.formats import Format, quantise
 
 FMT = Format(4, 32)
@@ -68,10 +70,16 @@ def about(**new):
         (about(quant_method="gptq"), "is a GPTQ checkpoint: it packs along the inputs"),
         (about(quant_method="bitsandbytes"), "quantised by bitsandbytes"),
         (about(version="gemv"), "AWQ's version 'gemv'"),
+        (about(version="marlin"), "AWQ's version 'marlin'"),
         (about(bits=3), "says 3 bits"),
+        (about(bits="4"), "says '4' bits"),
+        (about(bits=None), "says None bits"),
+        (about(group_size=None), "m: a group is a number of weights from 1 up, .* got None"),
+        (about(group_size="32"), "m: a group is a number of weights from 1 up, .* got '32'"),
+        (lambda c: c.update(quantization_config=["awq"]), r"what describes the quantisation is no JSON object: \['awq"),
         (about(zero_point=False), "zero_point False"),
         (about(group_size=64), r"groups of 64 needs qzeros \[1, 3\] and scales \[1, 24\], got \[2, 3\] and \[2, 24\]"),
-        (about(group_size=48), "groups of 48 do not divide a row of 64"),
+        (about(group_size=48), f"{NAME}|a.b: groups of 48 do not divide a row of 64"),
     ],
 )  # fmt: skip
 def test_another_layout_is_named(folder, edit, message):
@@ -80,11 +88,97 @@ def test_another_layout_is_named(folder, edit, message):
         read_awq(folder)
 
 
-def test_the_older_config_is_read(folder):
-    changed(folder, lambda c: c.pop("quantization_config"))
+@pytest.mark.parametrize(
+    "without", [lambda c: c.pop("quantization_config"), lambda c: c.update(quantization_config=None)]
+)
+def test_the_older_config_is_read(folder, without):
+    changed(folder, without)
     old = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     (folder / "quant_config.json").write_text(json.dumps(old))
     assert read_awq(folder)[1][NAME].format == FMT
+    (folder / "quant_config.json").write_text(json.dumps({**old, "version": "GEMV"}))
+    with pytest.raises(LabError, match="AWQ's version 'gemv'"):
+        read_awq(folder)
+    for text, says in (("[4]", r"quant_config\.json holds no JSON object, but \[4\]"), ("{", "no readable quant_conf")):
+        (folder / "quant_config.json").write_text(text)
+        with pytest.raises(LabError, match=says):
+            read_awq(folder)
+
+
+def test_an_older_gptq_checkpoint_is_told_by_its_file(folder):
+    changed(folder, lambda c: c.pop("quantization_config"))
+    (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    with pytest.raises(LabError, match="is a GPTQ checkpoint: it packs along the inputs"):
+        read_awq(folder)
+
+
+@pytest.mark.parametrize("text", ["[1]", '"awq"', "{", "[" * 100_000])
+def test_a_config_that_is_none_is_named(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(LabError, match=r"config\.json"):
+        read_awq(folder)
+
+
+def put(folder, **parts):
+    """Parts of NAME written anew."""
+    save_file(load_file(folder / WEIGHTS) | {f"{NAME}.{part}": t for part, t in parts.items()}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda q: dict(qweight=q.long()), "qweight and qzeros are int32 and scales fp16, got I64, I32, F16"),
+        (lambda q: dict(scales=torch.ones(2, 24, dtype=torch.int32)), "got I32, I32, I32"),
+        (lambda q: dict(qweight=q.flatten()), r"qweight is a matrix \[inputs, outputs / 8\], got shape \[192\]"),
+        (lambda q: dict(qweight=q[None]), r"got shape \[1, 64, 3\]"),
+        (lambda q: dict(qweight=q[:, :2].contiguous()), r"needs qzeros \[2, 2\] and scales \[2, 16\]"),
+        (lambda q: dict(g_idx=torch.zeros(64, dtype=torch.int32)), "g_idx, which GPTQ's checkpoints have and AWQ's do"),
+    ],
+)
+def test_parts_of_another_kind_are_named_before_any_is_read(folder, edit, message):
+    put(folder, **edit(load_file(folder / WEIGHTS)[f"{NAME}.qweight"]))
+    with pytest.raises(LabError, match=message):
+        AwqFiles(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_named(folder, value):
+    scales = load_file(folder / WEIGHTS)[f"{NAME}.scales"]
+    scales[1, 3] = value
+    put(folder, scales=scales)
+    with pytest.raises(LabError, match=f"{NAME} has scales that are NaN or infinite"):
+        read_awq(folder)
+
+
+def test_a_checkpoint_in_several_files_is_read_by_its_index(folder):
+    """The parts of one product lie in both files, and a stray file with a tensor of the same name is left alone."""
+    want, tensors = read_awq(folder), load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    without = read_awq(folder)
+    save_file({"lm_head.weight": torch.zeros(40, 64)}, folder / "zzz.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {n: file for file, held in shards.items() for n in held}}))
+    for _, products, others in (without, read_awq(folder)):
+        assert products.keys() == want[1].keys() and torch.equal(others["lm_head.weight"], want[2]["lm_head.weight"])
+        assert all(torch.equal(products[n].dequantise(), want[1][n].dequantise()) for n in products)
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(LabError, match=r"has no model-2\.safetensors, which its index lists"):
+        read_awq(folder)
+    (folder / INDEX).write_text('{"weight_map": {}}')
+    with pytest.raises(LabError, match="its weight_map names no files"):
+        read_awq(folder)
+
+
+def test_transformers_takes_our_config_for_awq(folder):
+    from transformers import AutoConfig, AwqConfig
+
+    changed(folder, lambda c: c.update(hidden_size=64, num_attention_heads=4, intermediate_size=64))
+    about = AutoConfig.from_pretrained(folder).quantization_config
+    got = AwqConfig.from_dict(about)
+    assert (got.quant_method.value, got.bits, got.group_size, got.zero_point) == ("awq", 4, 32, True)
 
 
 def test_a_missing_part_and_a_broken_file_are_named(folder):
@@ -111,6 +205,56 @@ def test_nothing_is_left_of_a_write_that_stops(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_files_along_are_there_when_the_folder_is_or_nothing_is(tmp_path):
+    good, gone = tmp_path / "tokenizer.json", tmp_path / "gone.json"
+    good.write_text("{}")
+    with pytest.raises(LabError, match=r"m cannot be written, and nothing is left of it .*gone\.json"):
+        write_awq(tmp_path / "m", {}, {NAME: made()}, {}, [good, gone])
+    assert list(tmp_path.iterdir()) == [good]
+    folder = write_awq(tmp_path / "m", {}, {NAME: made()}, {}, [good])
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert {oct(p.stat().st_mode & 0o777) for p in folder.iterdir()} <= {"0o644", "0o664"}, "others may read it"
+
+
+@contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full: the system refuses every byte beyond."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_said_and_nothing_is_left(tmp_path):
+    with files_of_at_most(4096), pytest.raises(LabError, match="m cannot be written, and nothing is left of it"):
+        write_awq(tmp_path / "m", {}, {NAME: made()}, {"big": torch.zeros(100_000)})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["file/m", "file/deeper/m"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path, where):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(LabError, match="m cannot be written, and nothing is left of it"):
+        write_awq(tmp_path / where, {}, {NAME: made()}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_appears_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    """By another process: the last step finds it, and what was made here goes."""
+
+    def meanwhile(*args, **kwargs):
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "theirs").write_text("x")
+        return "{}"
+
+    monkeypatch.setattr("labkit.quant.checkpoint.json.dumps", meanwhile)
+    with pytest.raises(LabError, match="m cannot be written"):
+        write_awq(tmp_path / "m", {}, {NAME: made()}, {})
+    assert [p.name for p in tmp_path.rglob("*")] == ["m", "theirs"]
+
+
 @pytest.mark.parametrize(
     ("products", "others", "message"),
     [
@@ -125,6 +269,11 @@ def test_what_the_layout_cannot_hold_is_refused(tmp_path, products, others, mess
     with pytest.raises(LabError, match=message):
         write_awq(tmp_path / "m", {}, products, others)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tilde_is_the_home_folder_as_it_is_for_reading(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert write_awq("~/m", {}, {NAME: made()}, {}) == tmp_path / "m"
 
 
 def test_a_folder_that_is_there_is_not_written_over(folder):

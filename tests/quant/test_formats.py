@@ -55,6 +55,9 @@ def test_bits_of_a_weight_count_scales_and_zeros():
     ("make", "message"),
     [
         (lambda: Format(5), r"formats of 2, 3, 4, 8 bits, not of 5"),
+        (lambda: Format(4.0), r"formats of 2, 3, 4, 8 bits, not of 4\.0"),
+        (lambda: Format(4, True), r"got True"),
+        (lambda: Format(4, 64.0), r"got 64\.0"),
         (lambda: Format(4, 0), r"a number of weights from 1 up, or -1 for a whole row; got 0"),
         (lambda: quantise(torch.zeros(2, 576), Format(4, 128)), r"groups of 128 do not divide a row of 576 weights; of"
          r" the usual ones 16, 32, 64, 96, 192 would"),

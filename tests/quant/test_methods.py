@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,8 @@ from labkit.engine import ModelConfig, load
 from labkit.errors import LabError
 from labkit.quant.awq import CUTS, RATIOS, awq, best_clip, fold, search
 from labkit.quant.blocks import PRODUCTS, Layer, copy_of, embed
-from labkit.quant.formats import Format, fake, quantise
-from labkit.quant.gptq import gptq, round_columns
+from labkit.quant.formats import Format, encode, fake, grid, quantise
+from labkit.quant.gptq import DAMP, gptq, round_columns
 from labkit.quant.rtn import rtn
 
 SHAPE = dict(
@@ -151,6 +153,51 @@ def test_gptq_with_uncorrelated_inputs_is_rounding():
     assert torch.equal(q.codes, quantise(w, Format(4, 32)).codes)
 
 
+def test_gptq_is_the_best_correction_of_the_columns_to_come():
+    """Column by column with the inverse of what is left of H, as the method is defined; round_columns takes all of them
+    from one Cholesky factor."""
+    generator = torch.Generator().manual_seed(2)
+    w = torch.randn(6, 32, generator=generator)
+    x = torch.randn(40, 5, generator=generator) @ torch.randn(5, 32, generator=generator)
+    x += 0.2 * torch.randn(40, 32, generator=generator)
+    x[:, 9] = 0
+    fmt = Format(3, 16)
+    h = x.double().t() @ x.double() / len(x)
+    h[9, 9] = 1
+    h += DAMP * h.diagonal().mean() * torch.eye(32)
+    left = w.double().clone()
+    left[:, 9] = 0
+    codes = torch.zeros(6, 32)
+    for j in range(32):
+        if j % 16 == 0:
+            scale, zero = grid(left[:, j : j + 16].float(), fmt)
+        inverse = torch.linalg.inv(h[j:, j:])
+        code = encode(left[:, j : j + 1].float(), scale, zero, fmt)
+        codes[:, j] = code[:, 0]
+        off = left[:, j] - ((code - zero) * scale)[:, 0]
+        left[:, j:] -= off[:, None] * inverse[0] / inverse[0, 0]
+    got = round_columns(w, x, fmt)
+    assert torch.equal(got.codes.float(), codes) and not torch.equal(got.codes, quantise(w, fmt).codes)
+
+
+def test_gptq_calibrates_each_product_with_quantised_ones_before_it():
+    model, tokens = model_of("grouped heads"), tokens_of()
+    done, step = copy_of(model), copy_of(model)
+    report = gptq(done, FMT, tokens, progress=False)
+    hidden = embed(step, tokens)
+    for index, products in enumerate(report.quantised):
+        layer = Layer(step, index, 32)
+        fresh = layer.run(hidden)[0]  # of this layer nothing is quantised yet
+        for name in PRODUCTS:
+            x = getattr(layer.run(hidden)[0], name)
+            assert torch.equal(round_columns(getattr(layer.weights, name), x, FMT).codes, products[name].codes)
+            if name != "qkv":
+                unquantised = round_columns(getattr(layer.weights, name), getattr(fresh, name), FMT)
+                assert not torch.equal(unquantised.codes, products[name].codes), "or the order could not be told"
+            getattr(layer.weights, name).copy_(products[name].dequantise())
+        hidden = layer.run(hidden)[1]
+
+
 def test_gptq_uses_what_correlation_offers():
     generator = torch.Generator().manual_seed(0)
     w, base = torch.randn(16, 64, generator=generator), torch.randn(400, 8, generator=generator)
@@ -181,9 +228,88 @@ def test_what_cannot_be_done_is_refused_before_anything_is_changed(method, fmt, 
         assert all(torch.equal(getattr(layer, name), getattr(old, name)) for name in PRODUCTS)
 
 
-def test_nan_in_a_weight_stops_all_methods():
-    for method in (rtn, awq, gptq):
-        model = model_of("grouped heads")
-        model.weights.layers[1].down[3, 3] = float("nan")
-        with pytest.raises(LabError, match="NaN or infinity"):
-            method(model, FMT, *([tokens_of()] if method is not rtn else []))
+@pytest.mark.parametrize("method", [rtn, awq, gptq])
+@pytest.mark.parametrize(
+    ("spoil", "where"),
+    [
+        (lambda w: w.layers[1].down[3, 5].fill_(float("nan")), r"layer 1, down: the weight at \[3, 5\] is NaN"),
+        (lambda w: w.layers[0].qkv[0, 2].fill_(float("inf")), r"layer 0, qkv: the weight at \[0, 2\] is NaN or inf"),
+        (lambda w: w.layers[1].mlp_norm[7].fill_(float("nan")), r"layer 1, mlp_norm: the weight at \[7\]"),
+        (lambda w: w.embedding[4, 1].fill_(float("nan")), r"the embedding: the weight at \[4, 1\]"),
+        (lambda w: w.final_norm[0].fill_(float("nan")), r"the last norm: the weight at \[0\]"),
+        (lambda w: w.lm_head[2, 2].fill_(float("nan")), r"the output head: the weight at \[2, 2\]"),
+    ],
+)
+def test_nan_in_a_weight_is_named_before_anything_is_changed(method, spoil, where):
+    model = model_of("grouped heads")
+    spoil(model.weights)
+    before = copy_of(model)
+    with pytest.raises(LabError, match=where):
+        method(model, FMT, *([tokens_of()] if method is not rtn else []))
+    for layer, old in zip(model.weights.layers, before.weights.layers, strict=True):
+        assert all(torch.equal(getattr(layer, n).nan_to_num(), getattr(old, n).nan_to_num()) for n in PRODUCTS)
+
+
+@pytest.mark.parametrize("method", [awq, gptq])
+def test_activations_that_overflow_are_named_and_not_searched_with(method):
+    """In fp16 the loss of every scale would be NaN, and the first one would be taken without a word."""
+    model, _ = load(ModelConfig(**SHAPE, **FAMILIES["grouped heads"]), "float16", seed=3)
+    model.weights.layers[1].mlp_norm.fill_(6e4)
+    says = "layer 1: what .* reads is NaN or infinite .* runs in float16" if method is awq else "inputs.* NaN or inf"
+    with pytest.raises(LabError, match=says):
+        method(model, FMT, tokens_of(), progress=False)
+
+
+def test_gptq_refuses_a_scale_beyond_fp16():
+    w = torch.randn(4, 32)
+    w[1, 3] = 3e6
+    with pytest.raises(LabError, match=r"a weight of 3e\+06 needs a scale beyond fp16's 65504 in 4 bits"):
+        round_columns(w, torch.randn(50, 32), FMT)
+
+
+def test_an_interrupted_search_leaves_the_weight_as_it_was():
+    model = model_of("grouped heads")
+    layer = Layer(model, 0, 32)
+    x, before, calls = layer.run(embed(model, tokens_of()))[0].gate_up, layer.weights.gate_up.clone(), []
+
+    def stopped(w, fmt):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return fake(w, fmt)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(layer, "gate_up", x, Format(2, 32), stopped)
+    assert torch.equal(layer.weights.gate_up, before)
+
+
+@pytest.mark.parametrize("method", [awq, gptq])
+def test_one_layers_inputs_are_held_at_a_time(method, monkeypatch):
+    run, seen, most = Layer.run, [], []
+
+    def watched(layer, hidden):
+        most.append(sum(ref() is not None for ref in seen))
+        inputs, after = run(layer, hidden)
+        seen.extend(weakref.ref(getattr(inputs, name)) for name in PRODUCTS)
+        return inputs, after
+
+    monkeypatch.setattr(Layer, "run", watched)
+    method(model_of("grouped heads"), FMT, tokens_of(), progress=False)
+    assert len(most) >= 2 and max(most) == 0, "what a layer's products read is gone when the next ones are made"
+
+
+@pytest.mark.parametrize(("method", "name"), [(awq, "AWQ"), (gptq, "GPTQ")])
+def test_a_bar_shows_how_many_layers_are_done(method, name, capsys):
+    method(model_of("grouped heads"), FMT, tokens_of())
+    shown = capsys.readouterr().err
+    assert f"{name}:" in shown and "0/2" in shown
+    method(model_of("grouped heads"), FMT, tokens_of(), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("method", [awq, gptq])
+def test_the_same_text_gives_the_same_codes(method):
+    """Nothing is drawn at random, so there is no seed to give."""
+    one, two = (method(model_of("biases of qkv"), FMT, tokens_of(), progress=False) for _ in range(2))
+    for a, b in zip(one.quantised, two.quantised, strict=True):
+        assert all(torch.equal(a[name].codes, b[name].codes) for name in PRODUCTS)

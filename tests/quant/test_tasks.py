@@ -83,6 +83,10 @@ def test_a_model_has_room_to_show_that_it_does_not_stop():
         (lambda: recall(3, pairs=2, shots=2), rf"with 2 examples takes 3 to {len(NAMES)} pairs, got 2"),
         (lambda: recall(3, pairs=40), r"got 40"),
         (lambda: recall(3, shots=-1), r"shots=-1"),
+        (lambda: addition(2.5), r"got n=2\.5"),
+        (lambda: addition(3, digits=0), r"digits must be a whole number of at least 1, got 0"),
+        (lambda: recall(3, digits=0), r"digits must be a whole number of at least 1, got 0"),
+        (lambda: multiplication(3, high=1), r"high must be a whole number of at least 2, got 1"),
         (lambda: score(lambda p, n: "", []), r"nothing to score: the list of tasks is empty"),
     ],
 )

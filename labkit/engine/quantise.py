@@ -1,0 +1,52 @@
+"""One call from a model to an AWQ checkpoint of it: what ``labkit quantise`` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from labkit.engine.awq_folder import is_awq, save_awq
+from labkit.engine.loader import load, model_folder, read_json
+from labkit.errors import LabError
+from labkit.quant.awq import awq
+from labkit.quant.calibrate import builtin, calibration_tokens
+from labkit.quant.checkpoint import check_layout, new_folder
+from labkit.quant.formats import Format
+from labkit.quant.gptq import gptq
+from labkit.quant.rtn import rtn
+
+FORMAT = Format(4, 64)  # 64 divides what 128 does, and SmolLM2's 576 as well
+METHODS = {"awq": awq, "gptq": gptq, "rtn": rtn}
+
+
+def quantise_folder(
+    source: str | Path,
+    folder: str | Path,
+    fmt: Format = FORMAT,
+    method: str = "awq",
+    calibration: str | Path | Sequence[str] | None = None,
+    progress: Callable[[str], None] | None = print,
+) -> Path:
+    """Quantise a model and write it with its tokenizer as an AWQ checkpoint -> the folder, which ``load`` reads.
+
+    source: a built-in name, a GGUF file or a Hugging Face folder. method: of METHODS; all are written in the same
+    layout. calibration: a JSONL file's path or texts; None: the project's prose. The folder appears when it is whole,
+    or not at all. What can be refused before the model is loaded is; raises LabError as ``load``, the method and
+    ``save_awq`` do, for an unknown method, text for one that reads none, and a source that is quantised already.
+    """
+    if method not in METHODS:
+        raise LabError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
+    if method == "rtn" and calibration is not None:
+        raise LabError("rtn rounds to the nearest and reads no text: leave the calibration text out, or take awq")
+    check_layout(fmt)
+    new_folder(folder)
+    where = model_folder(source, progress)
+    if is_awq(read_json(where / "config.json")):
+        raise LabError(f"{where} is an AWQ checkpoint already: quantise the model that it was made from")
+    model, tokenizer = load(where, progress=progress)
+    if method == "rtn":
+        report = rtn(model, fmt)
+    else:
+        text = builtin("prose", "calibration") if calibration is None else calibration
+        report = METHODS[method](model, fmt, calibration_tokens(text, tokenizer), progress=progress is not None)
+    return save_awq(model, report, folder, None if tokenizer is None else where)
