@@ -292,7 +292,7 @@ def test_two_engines_share_a_model_and_nothing_else(model, wanted):
 # ---- refusals
 
 
-@pytest.mark.parametrize("prompts", [None, 5, 1.5, torch.tensor(5), object()], ids=repr)
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, torch.tensor(5), object()], ids=lambda p: type(p).__name__)
 def test_what_is_no_prompt_is_refused(model, prompts):
     llm = engine(model)
     with pytest.raises(LabError, match="prompts must be a text, a list of token ids, or a list of those"):
