@@ -29,31 +29,18 @@ import torch
 
 from kernels import awq_few_rows, awq_linear_hopper, awq_one_row, awq_some_rows
 from kernels.awq_packed import PackedWeight, repack
-from kernels.op import Case, Cost, Op, wide
+from kernels.gemv import gemv_reference
+from kernels.op import Case, Cost, Op
 from kernels.rms_norm import rms_norm_triton
 from kernels.silu_mul import silu_mul_triton
 
 __all__ = ["FUSED", "OP", "PackedWeight", "awq_linear", "awq_linear_cost", "awq_linear_triton", "repack"]
 
 
-def awq_linear_reference(
-    x, weight, *, bias=None, residual=None, eps=None, gamma=None, gated=False, out=None, **_
-) -> torch.Tensor:
-    """The definition, in at least fp32 and rounded once; arguments as for ``awq_linear``."""
-    y = wide(x)
-    if eps is not None:
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    if gamma is not None:
-        y = y * wide(gamma)
-    y = y @ weight.dequantise(y.dtype).t()
-    if bias is not None:
-        y = y + wide(bias)
-    if gated:
-        gate, up = y.chunk(2, -1)
-        y = torch.nn.functional.silu(gate) * up
-    if residual is not None:
-        y = y + wide(residual)
-    return y.to(x.dtype) if out is None else out.copy_(y)
+def awq_linear_reference(x, weight, **around) -> torch.Tensor:
+    """The definition, in at least fp32 and rounded once: that of ``gemv``, whose rows may be many, on what the codes
+    stand for. Arguments as for ``awq_linear``."""
+    return gemv_reference(x, weight.dequantise(torch.promote_types(x.dtype, torch.float32)), **around)
 
 
 MANY = 128  # rows of x beyond which arithmetic takes the time

@@ -65,23 +65,25 @@ def last_logits(model: Model, text: list[int]) -> torch.Tensor:
     return model.forward(ids, torch.arange(len(text), device=model.device))[0]
 
 
-def near_ties(family: str, dtype: str, device: str, prompts, wanted, outs) -> int:
-    """How many outputs part from ``wanted``, each at a token that is as good as the best one.
-
-    As good: its logit lies below the best by no more than arithmetic in this dtype can move two logits. That is
-    measured, at the very place, by the plain model in this dtype against itself in fp32. Where it does not hold, an
-    AssertionError says so.
-    """
-    model, exact, ties = model_of(family, dtype, device), exact_of(family, dtype, device), 0
+def ties(model: Model, true_model: Model, prompts, wanted, outs) -> int:
+    """How many outputs part from ``wanted``, each at a token as good as the best: its logit lies below by no more than
+    this dtype's arithmetic moves two logits, which is measured there by ``model`` against ``true_model`` in fp32. Where
+    that does not hold, an AssertionError says so."""
+    count = 0
     for ids, want, got in zip(prompts, wanted, outs, strict=True):
         assert len(got) == len(want)
         place = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
         if place is None:
             continue
         text = ids + want[:place]
-        true = last_logits(exact, text)
+        true = last_logits(true_model, text)
         moved = float((last_logits(model, text) - true).abs().max())
         gap, margin = float(true.max() - true[got[place]]), 4 * moved + 1e-3
         assert gap <= margin, f"prompt of {len(ids)}: token {place} is {got[place]}, not {want[place]}; {gap:.4f} below"
-        ties += 1
-    return ties
+        count += 1
+    return count
+
+
+def near_ties(family: str, dtype: str, device: str, prompts, wanted, outs) -> int:
+    """``ties`` of the family's plain model, against itself in fp32."""
+    return ties(model_of(family, dtype, device), exact_of(family, dtype, device), prompts, wanted, outs)

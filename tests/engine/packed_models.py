@@ -13,7 +13,7 @@ from labkit.engine.model import Model
 from labkit.quant import Format, rtn
 from labkit.quant.blocks import copy_of
 from labkit.quant.rtn import Report
-from tests.engine.gpu_models import EMBEDDED, HERE, last_logits
+from tests.engine.gpu_models import EMBEDDED, HERE
 from tests.engine.tiny_models import TINY, tiny_hf
 
 FMT = Format(4, 32)
@@ -69,22 +69,3 @@ def dequantised(family: str, dtype: str, device: str) -> Model:
 def exact(family: str, device: str) -> Model:
     """What the codes stand for, in fp32, and all other weights too."""
     return dequantised(family, "float32", device)
-
-
-def ties(model: Model, true_model: Model, prompts, wanted, outs) -> int:
-    """How many outputs part from ``wanted``, each at a token as good as the best: its logit lies below by no more than
-    this dtype's arithmetic moves two logits, which is measured there by ``model`` against ``true_model`` in fp32. Where
-    that does not hold, an AssertionError says so."""
-    count = 0
-    for ids, want, got in zip(prompts, wanted, outs, strict=True):
-        assert len(got) == len(want)
-        place = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
-        if place is None:
-            continue
-        text = ids + want[:place]
-        true = last_logits(true_model, text)
-        moved = float((last_logits(model, text) - true).abs().max())
-        gap, margin = float(true.max() - true[got[place]]), 4 * moved + 1e-3
-        assert gap <= margin, f"prompt of {len(ids)}: token {place} is {got[place]}, not {want[place]}; {gap:.4f} below"
-        count += 1
-    return count

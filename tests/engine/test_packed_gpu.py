@@ -21,8 +21,8 @@ from labkit.engine.step import Chunk, Step
 from labkit.errors import LabError
 from labkit.quant import Format, rtn
 from labkit.quant.blocks import PRODUCTS
-from tests.engine.gpu_models import prompts_of
-from tests.engine.packed_models import FAMILIES, dequantised, exact, made, ties
+from tests.engine.gpu_models import prompts_of, ties
+from tests.engine.packed_models import FAMILIES, dequantised, exact, made
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -94,7 +94,7 @@ def rounded(bits: int, symmetric: bool) -> tuple[Model, Model, Model]:
     return quantised_model(model, report), model, true
 
 
-def close(it: Model, same: Model, true: Model, n: int) -> None:
+def assert_close(it: Model, same: Model, true: Model, n: int) -> None:
     """Logits after each of n tokens: their error against fp32 is at most twice the dequantised model's."""
     ids, at = torch.arange(n, device=DEVICE)[None] % 200 + 2, torch.arange(n, device=DEVICE)
     got, plain, want = (m.forward(ids, at, all_logits=True) for m in (it, same, true))
@@ -107,7 +107,7 @@ def close(it: Model, same: Model, true: Model, n: int) -> None:
 def test_all_formats_multiply_as_what_their_codes_stand_for(bits, symmetric):
     it, model, true = rounded(bits, symmetric)
     for n in (1, 2, 8, 9, 17, 64, 65, 200, 700):
-        close(it, model, true, n)
+        assert_close(it, model, true, n)
     prompts = prompts_of(model)
     want = [generate_cached(model, ids, n, ignore_eos=True).token_ids for ids, n in zip(prompts, NEW, strict=True)]
     for graphs in (True, False):  # the logits of a random model lie close together: how many part says little
@@ -119,7 +119,7 @@ def test_all_formats_multiply_as_what_their_codes_stand_for(bits, symmetric):
 def test_the_plain_forward_pass_multiplies_packed_weights(family, dtype):
     models = packed(family, dtype)[0], dequantised(family, dtype, DEVICE), exact(family, DEVICE)
     for n in (1, 2, 8, 9, 17, 64, 100):
-        close(*models, n)
+        assert_close(*models, n)
 
 
 # ---- graphs
@@ -175,10 +175,10 @@ def test_a_step_waits_for_nothing():
         runner.run(step).token_ids()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for step in steps:
-            runner.run(step)
+        results = [runner.run(step) for step in steps]
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert [len(result.token_ids()) for result in results] == [len(step.chunks) for step in steps]
 
 
 # ---- memory

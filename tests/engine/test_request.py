@@ -40,10 +40,17 @@ def test_settings_that_would_do_nothing_are_refused(field, value):
     SamplingParams(temperature=0.7, **{field: value})
 
 
-def test_the_edges_of_every_range_are_allowed():
-    SamplingParams(temperature=0.01, top_p=1e-9, top_k=0, min_p=0.99, repetition_penalty=1e-6, max_tokens=1, seed=0)
-    SamplingParams(temperature=100, repetition_penalty=1e6, top_k=10**9, seed=2**63 - 1, logprobs=20)
-    SamplingParams(temperature=0, top_k=1)
+@pytest.mark.parametrize(
+    "edge",
+    [
+        dict(temperature=0.01, top_p=1e-9, top_k=0, min_p=0.99, repetition_penalty=1e-6, max_tokens=1, seed=0),
+        dict(temperature=100, repetition_penalty=1e6, top_k=10**9, seed=2**63 - 1, logprobs=20),
+        dict(temperature=0, top_k=1),
+    ],
+)
+def test_the_edges_of_every_range_are_allowed_and_kept(edge):
+    params = SamplingParams(**edge)
+    assert {name: getattr(params, name) for name in edge} == edge
 
 
 def test_params_are_frozen_and_hold_tuples():

@@ -149,13 +149,16 @@ def test_which_rows_are_taken(monkeypatch):
 FEW_ROWS = [(8, 4, "ngG"), (3, 8, "r"), (1, 2, "ngbrG"), (1, 8, "ngG"), (5, 1, "")]
 
 
-def few_rows_of(gpu, m, steps, around, kind, dtype, compiled):
+def assert_good_few_rows(gpu, m, steps, around, kind, dtype, compiled):
     bits, group = kind
     arguments = inputs(m, 64, steps * 8 * group, dtype, bits, group, around)
     w = arguments["weight"]
     estimate = awq_few_rows._shape(m, w)[2]
     if estimate > SHARED_BYTES[gpu]:
-        return  # ``takes`` refuses it
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(awq_few_rows, "shared_limit", lambda device: SHARED_BYTES[gpu])
+            assert not awq_few_rows.takes(arguments["x"], w, "G" in around)
+        return
     c = compiled(gpu, awq_few_rows, "_few_rows_kernel", lambda: awq_few_rows.few_rows(**arguments))
     assert c.shared_bytes <= estimate
     assert c.count("HMMA") > 0 and c.count("IMMA") == 0
@@ -171,14 +174,14 @@ def few_rows_of(gpu, m, steps, around, kind, dtype, compiled):
 @pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
 def test_few_rows(compiled, shape, gpu):
     dtype = [BF16, FP16][(GPUS.index(gpu) + FEW_ROWS.index(shape)) % 2]
-    few_rows_of(gpu, *shape, (4, 128), dtype, compiled)
+    assert_good_few_rows(gpu, *shape, (4, 128), dtype, compiled)
 
 
 @pytest.mark.parametrize("gpu", UNLIKE)
 @pytest.mark.parametrize("kind", KINDS[1:], ids=str)
-def test_few_rows_of_other_weights(compiled, kind, gpu):
+def test_assert_good_few_rows_other_weights(compiled, kind, gpu):
     turn = KINDS.index(kind) + 7 * UNLIKE.index(gpu)
-    few_rows_of(gpu, *FEW_ROWS[turn % 5], kind, [BF16, FP16][turn // 2 % 2], compiled)
+    assert_good_few_rows(gpu, *FEW_ROWS[turn % 5], kind, [BF16, FP16][turn // 2 % 2], compiled)
 
 
 def test_how_few_rows_are_taken(monkeypatch):
@@ -200,7 +203,7 @@ def test_how_few_rows_are_taken(monkeypatch):
 SOME_ROWS = [(16, 4096), (16, 8192), (32, 4096), (64, 4096), (64, 8192), (128, 4096)]
 
 
-def some_rows_of(gpu, m, n, splits, kind, dtype, compiled):
+def assert_good_some_rows(gpu, m, n, splits, kind, dtype, compiled):
     t = awq_some_rows.launch_of(m, n, gpu)
     bits, group = kind
     w = weight(t.block_n, 16 * group, group, dtype, bits)
@@ -228,14 +231,14 @@ def some_rows_of(gpu, m, n, splits, kind, dtype, compiled):
 @pytest.mark.parametrize("splits", [1, 8])
 def test_some_rows(compiled, m, n, splits, gpu):
     dtype = [BF16, FP16][(GPUS.index(gpu) + m // 16) % 2]
-    some_rows_of(gpu, m, n, splits, (4, 128), dtype, compiled)
+    assert_good_some_rows(gpu, m, n, splits, (4, 128), dtype, compiled)
 
 
 @pytest.mark.parametrize("gpu", UNLIKE)
 @pytest.mark.parametrize("kind", KINDS[1:], ids=str)
-def test_some_rows_of_other_weights(compiled, kind, gpu):
+def test_assert_good_some_rows_other_weights(compiled, kind, gpu):
     turn = KINDS.index(kind) + 7 * UNLIKE.index(gpu)
-    some_rows_of(gpu, *SOME_ROWS[turn % 6], 1 << turn % 4, kind, [BF16, FP16][turn // 2 % 2], compiled)
+    assert_good_some_rows(gpu, *SOME_ROWS[turn % 6], 1 << turn % 4, kind, [BF16, FP16][turn // 2 % 2], compiled)
 
 
 def test_splits_fill_the_sms_and_never_outnumber_the_tiles(monkeypatch):
