@@ -18,7 +18,8 @@ is repacked once, when it is loaded, so that numbers go from the registers they 
 in fp32 and then scaled: w is multiplied as it was stored. With hundreds of rows of x that would take too many
 registers, and there codes are scaled, and rounded, before the product.
 
-One row is for ``kernels.awq_one_row``, up to 8 for ``kernels.awq_few_rows``, up to 128 for ``kernels.awq_some_rows``.
+One row is for ``kernels.awq_one_row``, up to 16 for ``kernels.awq_small_batch`` (of 4 bits; of other widths up to 8, for
+``kernels.awq_few_rows``), up to 128 for ``kernels.awq_some_rows``.
 For many, where arithmetic is what takes the time, there is ``kernels.awq_linear_hopper``; on other GPUs w is written
 out in 16 bits and given to cuBLAS.
 """
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import awq_few_rows, awq_linear_hopper, awq_one_row, awq_some_rows
+from kernels import awq_few_rows, awq_linear_hopper, awq_one_row, awq_small_batch, awq_some_rows
 from kernels.awq_packed import PackedWeight, repack
 from kernels.gemv import gemv_reference
 from kernels.op import Case, Cost, Op
@@ -74,6 +75,8 @@ def awq_linear_triton(
         return out
     if x.is_cuda and launch is None and awq_one_row.takes(x, w, eps is not None, gated):
         return awq_one_row.one_row(x, w, bias, residual, eps, gamma, gated, out)
+    if x.is_cuda and launch is None and awq_small_batch.takes(x, w, gated):
+        return awq_small_batch.small_batch(x, w, bias, residual, eps, gamma, gated, out)
     if x.is_cuda and launch is None and awq_few_rows.takes(x, w, gated):
         return awq_few_rows.few_rows(x, w, bias, residual, eps, gamma, gated, out)
     if residual is not None or eps is not None or gamma is not None or gated:

@@ -77,7 +77,8 @@ def test_greedy_tokens_are_those_of_the_dequantised_folder(family, dtype, name):
     model = dequantised(family, dtype, DEVICE)
     count = ties(model, exact(family, DEVICE), prompts_of(model), wanted(family, dtype), outs)
     print(f"{family}, {dtype}, {name}: {count} of {len(NEW)} part at a near tie")
-    assert count <= len(NEW) // 2
+    most = len(NEW) // 2 if dtype == "float16" else len(NEW) * 2 // 3  # bf16 moves logits 8 times as far
+    assert count <= most
 
 
 @cache

@@ -46,7 +46,7 @@ class Pointer:
         assert ((at >= 0) & (at < len(self.flat)))[mask].all(), "an access outside its tensor"
         return torch.where(mask, at, 0), mask
 
-    def load(self, mask, other=0) -> Block:
+    def load(self, mask=True, other=0) -> Block:
         at, mask = self.inside(mask)
         return block(torch.where(mask, self.flat[at], torch.tensor(other, dtype=self.flat.dtype)))
 
@@ -154,7 +154,8 @@ def _language(gl: SimpleNamespace) -> dict:
         convert_layout=lambda x, layout, assert_trivial=False: x,
         DistributedLinearLayout=lambda *args: None,
         allocate_shared_memory=_allocate,
-        load=lambda pointer, mask, other: pointer.load(mask, other),
+        split=lambda x: x.unbind(-1),
+        load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         inline_asm_elementwise=inline_asm,
     )
