@@ -83,7 +83,7 @@ def _multiply(total, ring, number, x, sums, of_thread, CODES: gl.constexpr, SHAP
     scale = scale_ring.index(number % STAGES).load(gl.SliceLayout(2, SUMS))
     third = None
     if CODES[4]:
-        third = more_ring.index(number % STAGES).load(LAYOUTS[0]) >> (8 * of_thread)
+        third = more_ring.index(number % STAGES).load(LAYOUTS[0]) >> (4 * of_thread)
     q = numbers(words, third, CODES, SHAPE)
     q = gl.convert_layout(q, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
     part = mma_v2(q, x, gl.zeros([WARPS, ROWS, COLS], gl.float32, SUMS))

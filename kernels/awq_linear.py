@@ -18,10 +18,9 @@ is repacked once, when it is loaded, so that numbers go from the registers they 
 in fp32 and then scaled: w is multiplied as it was stored. With hundreds of rows of x that would take too many
 registers, and there codes are scaled, and rounded, before the product.
 
-One row is for ``kernels.awq_one_row``, up to 16 for ``kernels.awq_small_batch`` (of 4 bits; of other widths up to 8, for
-``kernels.awq_few_rows``), up to 128 for ``kernels.awq_some_rows``.
-For many, where arithmetic is what takes the time, there is ``kernels.awq_linear_hopper``; on other GPUs w is written
-out in 16 bits and given to cuBLAS.
+One row is for ``kernels.awq_one_row``, up to 16 of 4 bits for ``kernels.awq_small_batch``, up to 8 of other widths for
+``kernels.awq_few_rows``, up to 128 for ``kernels.awq_some_rows``. For many, where arithmetic is what takes the time,
+there is ``kernels.awq_linear_hopper``; on other GPUs w is written out in 16 bits and given to cuBLAS.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def awq_linear_triton(
     out = torch.empty((m, n), device=x.device, dtype=x.dtype) if out is None else out
     if not m:
         return out
-    if x.is_cuda and launch is None and awq_one_row.takes(x, w, eps is not None, gated):
+    if x.is_cuda and launch is None and awq_one_row.takes(x, w, gated):
         return awq_one_row.one_row(x, w, bias, residual, eps, gamma, gated, out)
     if x.is_cuda and launch is None and awq_small_batch.takes(x, w, gated):
         return awq_small_batch.small_batch(x, w, bias, residual, eps, gamma, gated, out)

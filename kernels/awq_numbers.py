@@ -40,7 +40,9 @@ def assembly(bits: int, dtype: torch.dtype) -> str:
         else:
             lines += [f"shr.b32 s, {word}, {code * i}; lop3.b32 r, s, {mask}, {magic}, 0xEA;"]  # s & mask | magic
         if bits == 3:
-            lines += [f"shl.b32 t, {third}, 2; shr.b32 t, t, {i}; lop3.b32 r, t, 0x00040004, r, 0xEA;"]
+            lines += [
+                f"shl.b32 t, {third}, 2; shr.b32 t, t, {8 * (i // 4) + i % 4}; lop3.b32 r, t, 0x00040004, r, 0xEA;"
+            ]
         lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, r;"]
     return "\n".join(lines) + " }"
 
@@ -65,7 +67,7 @@ def words_layout(warps: int, rows: int, words: int) -> gl.DistributedLinearLayou
 @triton.jit
 def numbers_of_rows(
     words,  # int32 [R, 4, WORDS]
-    third,  # alike: the third bits of the codes in each word, from bit 0 and bit 16 up
+    third,  # alike: the third bits of the codes in each word, as awq_packed tells, from bit 0 up
     ASM: tl.constexpr,  # of ``assembly``; "": plain operations, for the interpreter
     TYPES: tl.constexpr,  # of the numbers that come of a word
     CODE: tl.constexpr,  # bits a code takes in words
@@ -77,7 +79,7 @@ def numbers_of_rows(
         at = CODE * tl.arange(0, 16 // CODE)[:, None] + 16 * tl.arange(0, 2)[None, :]
         codes = (words[:, :, :, None, None] >> at[None, None, None]) & ((1 << CODE) - 1)
         if THREE:
-            at = tl.arange(0, 8)[:, None] + 16 * tl.arange(0, 2)[None, :]
+            at = tl.arange(0, 8)[:, None] // 4 * 8 + tl.arange(0, 8)[:, None] % 4 + 16 * tl.arange(0, 2)[None, :]
             codes |= ((third[:, :, :, None, None] >> at[None, None, None]) & 1) << 2
         q = codes.to(DTYPE).permute(0, 2, 3, 1, 4)  # from row, thread, word, pair, half
     elif CODE == 8:

@@ -9,7 +9,10 @@ bits b i and 16 + b i, where b is the bits of a code:
     scales int32 [n / 16, k / group, 16]    the scale as fp16 in the lower half, the zero point as bf16 in the upper
 
 Sixteen rows lie together, since that is what a program reads: one run of memory, and not a piece in each of 32 places.
-Of 3 bits, words hold the lower two, and words of their own the third. Where tiles are too small for 2 or 3 bits to fill
+Of 3 bits, words hold the lower two, and words of their own the third: a thread's word that of all its codes of a row
+and tile. With the codes of word w shifted right by 2 s, s < 4, it must be shifted by 4 w + s, and the third bit of the
+code in the lower bits of a byte is the lowest of the same byte: that of pair i, lower or upper half, lies in bit
+8 (i // 4) + 4 w + i % 4, or 16 more. Where tiles are too small for 2 or 3 bits to fill
 a word, codes are stored in 4.
 """
 
@@ -62,7 +65,7 @@ class PackedWeight:
         """-> [n, k]: what the codes stand for, computed in fp32 and rounded to ``dtype``."""
         codes = _unpack(self.words, 2 if self.more is not None else self.stored_bits)
         if self.more is not None:
-            codes += _unpack(self.more, 1) << 2
+            codes += _unpack_third(self.more) << 2
         scales = self.scales.to(torch.int16).view(torch.float16).float()
         zeros = (self.scales & -65536).view(torch.float32)
         of = torch.arange(codes.shape[1], device=self.device) * self.tile // self.group
@@ -111,7 +114,7 @@ def repack(
     padded[:n, :k] = codes
     narrow = bits if tile * bits >= 128 and bits != 3 else 2 if bits == 3 and tile == 128 else 4
     words = _pack((padded & 3) if narrow == 2 and bits == 3 else padded, tile, narrow)
-    more = _pack(padded >> 2, tile, 1) if narrow == 2 and bits == 3 else None
+    more = _pack_third(padded >> 2) if narrow == 2 and bits == 3 else None
     packed = torch.zeros((rows, groups), dtype=torch.int32, device=codes.device)
     zero = torch.full_like(scales, 2 ** (bits - 1)) if zeros is None else zeros
     packed[:n] = zero.float().view(torch.int32) | (scales.half().view(torch.int16).int() & 0xFFFF)
@@ -137,3 +140,16 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     at = torch.arange(pairs, device=words.device)[:, None] * bits + torch.tensor([0, 16], device=words.device)
     codes = (words[..., None, None] >> at.int()) & ((1 << bits) - 1)  # block, tile, row, thread, word, pair, half
     return codes.permute(0, 1, 2, 4, 5, 3, 6).flatten(3)
+
+
+def _pack_third(bits: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, tiles * 128], 0 or 1 -> int32 [blocks, tiles, 16, 4, 1]: a bit of every code of a thread."""
+    # block, row, tile, word, pair // 4, pair % 4, thread, half
+    b = bits.view(len(bits) // 16, 16, -1, 2, 2, 4, 4, 2).permute(0, 2, 1, 6, 7, 4, 3, 5).flatten(4).int()
+    return (b << torch.arange(32, device=bits.device, dtype=torch.int32)).sum(-1, keepdim=True, dtype=torch.int32)
+
+
+def _unpack_third(words: torch.Tensor) -> torch.Tensor:
+    """The reverse of ``_pack_third``: int32 [blocks, tiles, 16, 4, 1] -> int32 [blocks, tiles, 16, 128]."""
+    b = words >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
+    return b.unflatten(-1, (2, 2, 2, 4)).permute(0, 1, 2, 6, 5, 7, 3, 4).flatten(3)

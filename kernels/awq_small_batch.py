@@ -224,25 +224,22 @@ def _layouts(rows: int, cols: int, warps: int) -> tuple:
     return words_layout(warps, rows, WORDS.value), of_x, merged
 
 
+def plan(cols: int, n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
+    """(WARPS, programs an SM, ROWS, DEEP) for out [<= cols, n], as measured on an H200."""
+    if cols == 16 and (gated or n > 4096):
+        return (8, 1, 32, 4) if gated else (4, 4, 16, 4)
+    return 8, 2, 32 if gated else 16, 4 if k > 4096 or (cols == 16 and not gated) else 2
+
+
 def takes(x: torch.Tensor, weight, gated: bool) -> bool:
     """Whether ``small_batch`` runs: 2 to MAX_ROWS rows, 4 bits, tiles of 128 columns; gate and up must not share a
-    block of w."""
-    fits = 2 <= len(x) <= MAX_ROWS and weight.stored_bits == 4 and weight.tile == TILE.value
-    return fits and not (gated and weight.n // 2 % 16)
+    block of w.
 
-
-WIDE = 16384  # rows of w from which on they are taken 32 at a time
-
-
-def plan(cols: int, n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
-    """(WARPS, programs an SM, ROWS, DEEP) for out [<= cols, n], as measured on an H200.
-
-    A program's registers are such that an SM holds as many: 112 a thread, or 168 for 32 rows times 16 columns.
+    From 9 rows on reading x takes as long as reading w; of large matrices ``kernels.awq_some_rows`` reads it less.
     """
-    rows = 32 if gated or n >= WIDE else 16
-    if rows == 32 and cols == 16:
-        return 4, 3, rows, 2
-    return 8, 2, rows, 2 if rows == 32 else 4
+    m, n = len(x), weight.n // (1 + gated)
+    fits = 2 <= m <= MAX_ROWS and weight.stored_bits == 4 and weight.tile == TILE.value and not (gated and n % 16)
+    return fits and (m <= 8 or (weight.k <= 4096 and (gated or n <= 8192)))
 
 
 def small_batch(x, weight, bias, residual, eps, gamma, gated, out, settings=None) -> torch.Tensor:
@@ -257,5 +254,8 @@ def small_batch(x, weight, bias, residual, eps, gamma, gated, out, settings=None
         packed, sums, factor, w.words, w.scales, bias, residual, out, m, n, w.k,
         GATED=gated, STEPS=steps, DEEP=deep, GROUP=-(-w.group // w.tile), SHAPE=(warps, rows, cols),
         LAYOUTS=_layouts(rows, cols, warps), OVERLAP=overlap, num_warps=warps, launch_pdl=overlap,
+        # Left alone, ptxas saves registers and asks for x just before it is needed: 28 us instead of 21. All the
+        # registers there are for two programs cost a few words that are put aside, once a tile at most.
+        maxnreg=128 if rows == 16 else None,
     )  # fmt: skip
     return out

@@ -74,7 +74,7 @@ def _linear_kernel(
         else:
             x = tl.load(x_at + tile * TILE)
         if more_ptr is not None:
-            third = tl.load(more_at + tile * (16 * 4)) >> (8 * of_thread)[None, None, :]
+            third = tl.load(more_at + tile * (16 * 4)) >> (4 * of_thread)[None, None, :]
         else:
             third = words
         q = numbers_of_rows(words, third, ASM, TYPES, CODE, more_ptr is not None, BLOCK_N, TILE, WORDS, x.dtype)
@@ -119,7 +119,7 @@ def _write_out_kernel(
     words = tl.load(words_ptr + at[:, :, None] * WORDS + of_thread[None, None, :])
     if more_ptr is not None:
         third = tl.load(more_ptr + at[:, :, None] + tl.zeros_like(of_thread)[None, None, :])
-        third = third >> (8 * of_thread)[None, None, :]
+        third = third >> (4 * of_thread)[None, None, :]
     else:
         third = words
     scale = tl.load(scale_ptr + (rows // 16 * tl.cdiv(tiles, TILES_A_GROUP) + tile // TILES_A_GROUP) * 16 + rows % 16)

@@ -9,7 +9,6 @@ values are, and the compiler checks what ``assert_trivial`` claims of them.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
@@ -62,6 +61,9 @@ class Shared(gluon_on_threads.Shared):
     def permute(self, order):
         return Shared(self.data.permute(*order))
 
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.data.contiguous().view(dtype).view([int(n) for n in shape]))
+
     def load(self, layout):
         return block(self.data.clone())
 
@@ -90,13 +92,21 @@ class Copies:
 
 
 def inline_asm(assembly, constraints, arguments, dtype, is_pure, pack):
-    """With pack 4 a register holds four bytes: of a thread's four words, or of the right operand's four rows."""
+    """With pack 4 a register holds four bytes, of four values that a thread has in a row.
+
+    Of words [warps, rows, 4, words] these are a row's, and then those of the row 8 further on.
+    """
     words, kinds = [plain(a) for a in arguments], dtype if isinstance(dtype, tuple) else (dtype,)
+    words = [w.to(torch.int32) if w.dtype == torch.int64 else w for w in words]  # a number of Python's
     if pack == 4:
-        axis = -1 if words[0].dim() == 4 else 1
-        fours = [w.movedim(axis, -1).unflatten(-1, (-1, 4)) for w in words]
+        shape = words[0].shape
+        if len(shape) == 4:
+            words = [w.unflatten(1, (2, -1)).movedim(1, 3).flatten(3) for w in words]
+        fours = [w.unflatten(-1, (-1, 4)) for w in words]
         outputs = ptx_on_tensors.run(assembly, constraints, [w for f in fours for w in f.unbind(-1)])
-        outputs = [out.contiguous().unsqueeze(-1).view(torch.int8).flatten(-2).movedim(-1, axis) for out in outputs]
+        outputs = [out.contiguous().unsqueeze(-1).view(torch.int8).flatten(-2) for out in outputs]
+        if len(shape) == 4:
+            outputs = [out.unflatten(-1, (2, -1)).movedim(3, 1).flatten(1, 2) for out in outputs]
     else:
         outputs = ptx_on_tensors.run(assembly, constraints, words)
         outputs = [out.contiguous().view(kind) for out, kind in zip(outputs, kinds, strict=True)]
@@ -136,7 +146,7 @@ def _allocate(dtype, shape, layout):
 
 def _language(gl: SimpleNamespace) -> dict:
     """What ``gl`` has here beyond what it has on threads."""
-    names = ("arange", "zeros", "full", "where", "maximum", "minimum")
+    names = ("arange", "zeros", "full", "where", "minimum")
 
     def of_blocks(fn):
         return lambda *args, **options: block(fn(*args, **options))
@@ -151,10 +161,12 @@ def _language(gl: SimpleNamespace) -> dict:
         exp=torch.exp,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         join=lambda a, b: torch.stack([a, b], -1),
-        convert_layout=lambda x, layout, assert_trivial=False: x,
-        DistributedLinearLayout=lambda *args: None,
-        allocate_shared_memory=_allocate,
         split=lambda x: x.unbind(-1),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        maximum=lambda a, b, propagate_nan: torch.maximum(a, b),
+        DistributedLinearLayout=lambda *args: None,
+        SharedLinearLayout=lambda *args: None,
+        allocate_shared_memory=_allocate,
         load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         inline_asm_elementwise=inline_asm,
@@ -168,16 +180,16 @@ def load_on_tensors(module: ModuleType, *others: ModuleType, edit: Callable[[str
     """
 
     def load(of: ModuleType, edit: Callable[[str], str]) -> ModuleType:
-        # Constants on threads are numbers; strings are what they are.
-        copy = load_on_threads(of, lambda source: re.sub(r'gl\.constexpr\((?=\s*")', "str(", edit(source)))
+        copy = load_on_threads(of, edit)
         vars(copy.gl).update(_language(copy.gl))
+        vars(copy).update(mma_v2=mma_v2)
         return copy
 
     copy = load(module, edit)
     for other in others:
         vars(copy).update({name: value for name, value in vars(load(other, str)).items() if name in vars(copy)})
     vars(copy).update(
-        __name__=module.__name__, async_copy=Copies(), mma_v2=mma_v2, gdc_wait=lambda: None,
+        __name__=module.__name__, async_copy=Copies(), gdc_wait=lambda: None,
         gdc_launch_dependents=lambda: None, sm_count=lambda device: 3, arch=lambda device: 90,
     )  # fmt: skip
     for name in [name for name in vars(copy) if name.endswith("_kernel")]:

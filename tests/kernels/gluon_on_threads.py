@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +35,12 @@ def _tensor(x) -> Tensor:
 
 
 class Constant(int):
+    """A number; strings are what they are."""
+
     value = property(int)
+
+    def __new__(cls, value):
+        return value if isinstance(value, str) else super().__new__(cls, value)
 
 
 class Shared:
@@ -306,5 +312,6 @@ def load_on_threads(module: ModuleType, edit: Callable[[str], str] = str) -> Mod
     ]
     copy = ModuleType(f"{module.__name__}_on_threads")
     copy.__dict__.update(_language(), __file__=str(path))
+    sys.modules[copy.__name__] = copy  # where dataclasses look for it
     exec(compile(tree, str(path), "exec"), copy.__dict__)
     return copy

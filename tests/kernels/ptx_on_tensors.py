@@ -49,6 +49,8 @@ def _step(op: str, x: list[torch.Tensor]) -> torch.Tensor:
         return _word(_bits(_bits(x[0]) << int(x[1])))
     if name == "and":
         return x[0] & x[1]
+    if name == "xor":
+        return x[0] ^ x[1]
     if name == "lop3":
         assert int(x[3]) == 0xEA
         return x[0] & x[1] | x[2]
@@ -94,13 +96,18 @@ def run(assembly: str, constraints: str, inputs: list[torch.Tensor]) -> list[tor
     body = re.sub(r"\.reg [^;]+;", "", assembly).strip().removeprefix("{").removesuffix("}")
     for line in filter(None, (line.strip() for line in body.split(";"))):
         op, rest = line.split(" ", 1)
+        if op == "bar.warp.sync":
+            continue
         split = re.match(r"\{(\S+), (\S+)\}, (\S+)$", rest)
         if split:
             halves = value(split[3], True).contiguous().view(torch.int16).unflatten(-1, (-1, 2))
             registers[split[1]], registers[split[2]] = halves.unbind(-1)
             continue
         to, *operands = rest.split(", ")
-        operands = [value(text, op in ("and.b32", "lop3.b32", "mov.b32") and i < 3) for i, text in enumerate(operands)]
+        operands = [
+            value(text, op in ("and.b32", "xor.b32", "lop3.b32", "mov.b32") and i < 3)
+            for i, text in enumerate(operands)
+        ]
         written.add(to)
         assert to in declared, f"{to} is not declared"
         if op == "mov.b32":

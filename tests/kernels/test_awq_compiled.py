@@ -98,49 +98,70 @@ def loop(c: Compiled) -> SimpleNamespace:
 
 # --------------------------------------------------------------------------------------------- one row
 
-# k and what stands around the product: 1, 2, 3, 4 and 8 tiles a warp.
+# k and what stands around the product: 1, 2, 3, 4, 6 and 7 tiles a warp.
 ONE_ROW = [
     (2048, ""), (4096, "ngG"), (4096, "ngbrG"), (4096, "br"), (6144, "nG"), (8192, "ngG"), (8192, "r"), (8192, "ng"),
-    (14336, "r"), (14336, "ngb"),
+    (11008, "r"), (14336, "r"), (14336, "ngb"),
 ]  # fmt: skip
+
+
+def assert_good_one_row(gpu, k, around, bits, compiled, **options):
+    dtype = BF16 if len(around) % 2 else FP16
+    arguments = inputs(1, 64, k, dtype, bits, around=around)
+    c = compiled(gpu, awq_one_row, "_one_row_kernel", lambda: awq_one_row.one_row(**arguments, **options))
+    gated, w = "G" in around, arguments["weight"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(awq_one_row, "arch", lambda device: gpu)
+        patch.setattr(awq_one_row, "sm_count", lambda device: 132)
+        s = options.get("settings") or awq_one_row._settings(arguments["x"], w, gated)
+    steps, turns = awq_one_row.walk_of(k // 128, gated, s)
+    assert c.shared_bytes <= awq_one_row.shared_bytes(steps, s)
+    tiles = steps * turns * (1 + gated)
+    assert c.count("IMMA") == 4 * (tiles + steps) and c.count("HMMA") == 0, "w is multiplied as bytes, and x summed up"
+    loads = c.count("LDG.E.64") if bits < 4 else c.count("LDG.E.128")
+    assert loads == (4 if bits == 8 else 2) * (s.deep + tiles), "words come in loads as wide as a thread's"
+    assert c.count("LDS.128") >= 2 * steps, "digits are read 16 bytes at a time"
+    return c
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(("k", "around"), ONE_ROW)
 def test_one_row(compiled, k, around, gpu):
-    dtype = BF16 if len(around) % 2 else FP16
-    arguments = inputs(1, 64, k, dtype, around=around)
-    plan = awq_one_row._plan(k // 128, "n" in around, "G" in around, gpu)
-    if plan[-1] > SHARED_BYTES[gpu]:
-        return  # ``takes`` refuses it: see below
-    c = compiled(gpu, awq_one_row, "_one_row_kernel", lambda: awq_one_row.one_row(**arguments))
-    assert c.shared_bytes <= plan[-1]
-    assert c.count("IMMA") > 0 and c.count("HMMA") == 0, "w is multiplied as bytes"
-    steps, deep, keep, _ = plan
-    fetches = deep + steps * (1 + ("G" in around))
-    assert c.count("LDG.E.128") >= 2 * fetches, "words come in loads of 16 bytes, two a tile"
-    assert keep == (c.shared_bytes < 16384), "digits stay in registers"
+    assert_good_one_row(gpu, k, around, 4, compiled)
+
+
+@pytest.mark.parametrize("gpu", UNLIKE)
+@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize(("k", "around"), ONE_ROW)
+def test_one_row_of_other_bits(compiled, k, around, bits, gpu):
+    assert_good_one_row(gpu, k, around, bits, compiled)
+
+
+@pytest.mark.parametrize("settings", [(16, 2, True), (8, 4, False, 2), (8, 4, True, 2)], ids=str)
+def test_one_row_with_other_settings(compiled, settings):
+    settings = awq_one_row.Settings(*settings)
+    c = assert_good_one_row(90, 4096, "ng", 4, compiled, settings=settings)
+    assert c.registers <= 128
 
 
 def test_which_rows_are_taken(monkeypatch):
-    limit = dict(SHARED_BYTES)
     taken = {}
+    monkeypatch.setattr(awq_one_row, "sm_count", lambda device: 132)
     for gpu in GPUS:
         monkeypatch.setattr(awq_one_row, "arch", lambda device, gpu=gpu: gpu)
-        monkeypatch.setattr(awq_one_row, "shared_limit", lambda device, gpu=gpu: limit[gpu])
+        monkeypatch.setattr(awq_one_row, "shared_limit", lambda device, gpu=gpu: SHARED_BYTES[gpu])
         for k in (4096, 8192, 14336, 28672):
             w, x = weight(64, k, 128, FP16), torch.zeros(1, k).half()
-            taken[gpu, k] = [awq_one_row.takes(x, w, norm, gated) for norm in (False, True) for gated in (False, True)]
+            taken[gpu, k] = [awq_one_row.takes(x, w, gated) for gated in (False, True)]
     for gpu in GPUS:
-        deep = limit[gpu] >= 143_360  # 8 tiles a warp
-        assert taken[gpu, 4096] == taken[gpu, 8192] == [True] * 4
-        assert taken[gpu, 14336] == [deep, False, deep, False] and taken[gpu, 28672] == [False] * 4
+        assert taken[gpu, 4096] == taken[gpu, 8192] == [True, True]
+        assert taken[gpu, 14336] == [True, False] and taken[gpu, 28672] == [False, False]
     x = torch.zeros(1, 256).half()
-    assert awq_one_row.takes(x, weight(24, 256, 256, FP16), False, False)
-    assert not awq_one_row.takes(x, weight(40, 256, 128, FP16), False, True), "gate and up share a block"
-    assert not awq_one_row.takes(x, weight(64, 256, 64, FP16), False, False)
-    assert not awq_one_row.takes(x, weight(64, 256, 128, FP16, bits=8), False, False)
-    assert not awq_one_row.takes(torch.zeros(2, 256).half(), weight(64, 256, 128, FP16), False, False)
+    assert awq_one_row.takes(x, weight(24, 256, 256, FP16), False)
+    assert not awq_one_row.takes(x, weight(40, 256, 128, FP16), True), "gate and up share a block"
+    assert not awq_one_row.takes(x, weight(64, 256, 64, FP16), False)
+    assert all(awq_one_row.takes(x, weight(64, 256, 128, FP16, bits=bits), False) for bits in (2, 3, 8))
+    assert not awq_one_row.takes(torch.zeros(2, 256).half(), weight(64, 256, 128, FP16), False)
 
 
 # --------------------------------------------------------------------------------------------- few rows

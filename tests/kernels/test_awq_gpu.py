@@ -82,9 +82,10 @@ def test_what_stands_around_a_product(n, k, around, m, dtype):
 
 @pytest.mark.parametrize("k", [1024, 2048, 6144, 8192, 9216, 14336, 28672])
 @pytest.mark.parametrize("around", [{}, {"eps": 1e-5}, {"gated": True}], ids=str)
-def test_one_row_of_any_depth(k, around):
-    """1 to 14 tiles a warp: digits in registers, in shared memory, and more than fit."""
-    w, x = weight(1056, k, 128, torch.bfloat16, device="cuda"), torch.randn(1, k, device="cuda").bfloat16()
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_one_row_of_any_depth(k, around, bits):
+    """1 to 14 tiles a warp, and so more than there is code for."""
+    w, x = weight(1056, k, 128, torch.bfloat16, bits, device="cuda"), torch.randn(1, k, device="cuda").bfloat16()
     assert apart(awq_linear(x, w, **around), awq_linear_reference(x.float(), w, **around)) <= 1e-3
 
 

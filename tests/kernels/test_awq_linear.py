@@ -44,7 +44,7 @@ def test_words_of_8_2_and_3_bits_spelled_out():
     assert w.words.shape[-1] == 2 and w.words[0, 0, 0, 1, 0] == 0x4002_C009 and w.words[0, 0, 0, 1, 1] == 3
     w = words_of({2: 0b101, 3: 0b110, 66: 0b100}, 3)  # the lower two bits, and in words of their own the third
     assert w.words[0, 0, 0, 1, 0] == 0x0002_0001 and w.words[0, 0, 0, 1, 1] == 0
-    assert w.more.shape[-1] == 1 and w.more[0, 0, 0, 1, 0] == 0x0001_0101
+    assert w.more.shape[-1] == 1 and w.more[0, 0, 0, 1, 0] == 0x0001_0011
 
 
 def test_a_scale_spelled_out():
@@ -84,7 +84,10 @@ def test_packing_gives_back_codes_scales_and_zero_points(bits, group, k, n, symm
         return (word >> (at // 8 % pairs * width + 16 * (at % 2))) & ((1 << width) - 1)
 
     got = field(w.words, pairs, stored)
-    got = got if w.more is None else got | field(w.more, 16, 1) << 2
+    if w.more is not None:
+        at = c % tile
+        third = w.more[r // 16, c // tile, r % 16, at // 2 % 4, 0]
+        got = got | ((third >> (at // 32 % 2 * 8 + at // 64 * 4 + at // 8 % 4 + 16 * (at % 2))) & 1) << 2
     assert torch.equal(got, codes.int())
     assert (w.shape, w.n, w.k, w.bits, w.group, w.device.type) == ((n, k), n, k, bits, group, "cpu")
 

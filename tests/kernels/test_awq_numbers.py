@@ -8,9 +8,10 @@ import re
 import pytest
 import torch
 
-from kernels import awq_few_rows, awq_numbers, awq_one_row
+from kernels import awq_bytes, awq_digits, awq_few_rows, awq_numbers, awq_one_row
 from kernels.awq_linear import OP, repack
 from kernels.awq_numbers import assembly, magic_of
+from kernels.awq_packed import BITS
 from tests.kernels import ptx_on_tensors
 from tests.kernels.awq_weights import KINDS, parts, weight
 from tests.kernels.gluon_on_tensors import Copies, load_on_tensors
@@ -39,7 +40,7 @@ def test_a_word_gives_magic_plus_each_code_pair_after_pair(bits, dtype):
         at = code * (i // 2) + 16 * (i % 2)
         want = (words >> at) & ((1 << code) - 1)
         if bits == 3:
-            want = want | ((third >> (i // 2 + 16 * (i % 2))) & 1) << 2
+            want = want | ((third >> (i // 8 * 8 + i // 2 % 4 + 16 * (i % 2))) & 1) << 2
         assert torch.equal(out.contiguous().view(dtype).float(), want.float() + magic), i
     assert torch.tensor(float(magic + 2**bits - 1)).to(dtype) == magic + 2**bits - 1, "the largest is exact"
 
@@ -52,28 +53,41 @@ def test_minus_magic_and_zero_point_is_exact_in_16_bits(dtype):
         assert torch.equal((numbers - zeros).float(), codes[:, None] - codes)
 
 
-def test_bytes_of_four_words():
-    words = [random_words(10_000) for _ in range(4)]
-    got = ptx_on_tensors.run(awq_one_row.BYTES.value, awq_one_row.BYTES_FORM.value, words)
-    for c, j in itertools.product(range(8), range(4)):
-        byte = (got[c] >> (8 * j)) & 255
-        assert torch.equal(byte, (words[c % 4] >> (8 * j + 4 * (c // 4))) & 15)
+BYTES = {
+    2: (awq_bytes.BYTES_OF_2.value, awq_bytes.FORM_OF_2.value),
+    3: (awq_bytes.BYTES_OF_3.value, awq_bytes.FORM_OF_3.value),
+    4: (awq_bytes.BYTES.value, awq_bytes.FORM.value),
+    8: (awq_bytes.BYTES_OF_8.value, awq_bytes.FORM_OF_8.value),
+}
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes_of_four_words(bits):
+    code = 2 if bits == 3 else bits
+    words, third = ([random_words(10_000) for _ in range(4)] for _ in range(2))
+    got = ptx_on_tensors.run(*BYTES[bits], words + (third if bits == 3 else []))
+    assert len(got) == 4 * (8 // code)
+    for c, j in itertools.product(range(len(got)), range(4)):
+        s, i = c // 4, c % 4
+        want = (words[i] >> (8 * j + code * s)) & ((1 << code) - 1)
+        if bits == 3:
+            want = want | ((third[i] >> (8 * j + 4 * (i % 2) + s)) & 1) << 2
+        byte = got[c].contiguous().view(torch.int8).view(-1, 4)[:, j]
+        assert torch.equal(byte.int(), want - (128 if bits == 8 else 0))
 
 
 def test_an_output_that_is_written_before_the_last_input_is_read_has_a_register_of_its_own():
     with pytest.raises(AssertionError, match="may be the same register"):
-        ptx_on_tensors.run(
-            awq_one_row.BYTES.value, awq_one_row.BYTES_FORM.value.replace("&", ""), [random_words(2)] * 4
-        )
+        ptx_on_tensors.run(BYTES[4][0], BYTES[4][1].replace("&", ""), [random_words(2)] * 4)
 
 
-def test_one_byte_of_four_registers():
-    registers = [random_words(10_000) for _ in range(4)]
-    for digit in range(4):
-        pick = torch.full((10_000,), digit + (digit + 4) * 16, dtype=torch.int32)
-        (got,) = ptx_on_tensors.run(awq_one_row.PICK.value, awq_one_row.PICK_FORM.value, registers + [pick] * 4)
-        for j, register in enumerate(registers):
-            assert torch.equal((got >> (8 * j)) & 255, (register >> (8 * digit)) & 255)
+def test_planes_of_four_integers():
+    """-2^23 to 2^23 in digits from -128 to 127, the integers of a word from its lowest byte up."""
+    q = torch.randint(-(2**22), 2**22 + 1, (4, 10_000), dtype=torch.int32)
+    q[0, :4] = torch.tensor([2**22, -(2**22), -32896, 32639])
+    planes = ptx_on_tensors.run(awq_digits.PLANES.value, awq_digits.PLANES_FORM.value, list(q + 0x808080))
+    digits = torch.stack(planes).view(torch.int8).view(3, -1, 4).long()
+    assert torch.equal((digits * torch.tensor([1, 256, 65536])[:, None, None]).sum(0).t(), q.long())
 
 
 # --------------------------------------------------------------------------------------------- digits
@@ -146,22 +160,21 @@ def product(run, m, n, k, kind, dtype, around):
 
 
 @pytest.mark.parametrize("around", AROUND, ids=str)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     ("n", "k", "group"),
-    [(32, 128, 128), (96, 1024, 256), (64, 3200, 128), (32, 6144, 128), (160, 8192, 8192), (64, 9216, 128)],
+    [(32, 128, 128), (96, 1024, 256), (64, 3200, 128), (32, 6144, 128), (160, 8192, 8192), (64, 9216, 384)],
 )
-def test_one_row_is_exact_to_the_digits(n, k, group, around):
-    """In fp32, where nothing is rounded at the end: 1 to 5 tiles a warp, with and without digits in registers."""
-    if around.get("gated") and k > 8192:
-        return  # not taken
-    one_row = load_on_tensors(awq_one_row)
-    got, want = product(one_row.one_row, 1, n, k, (4, group), torch.float32, around)
+def test_one_row_is_exact_to_the_digits(n, k, group, bits, around):
+    """In fp32, where nothing is rounded at the end: 1 to 5 tiles a warp."""
+    one_row = load_on_tensors(awq_one_row, awq_bytes, awq_digits)
+    got, want = product(one_row.one_row, 1, n, k, (bits, group), torch.float32, around)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max().clamp(min=1)
 
 
 def test_the_largest_sums_are_exact():
     """Codes 15 and the most negative digits: 128 columns sum to -243 840, and only the scaling rounds."""
-    one_row = load_on_tensors(awq_one_row)
+    one_row = load_on_tensors(awq_one_row, awq_bytes, awq_digits)
     q = torch.full((1, 256), 4194304 - 32896)
     q[0, 7] = 4194304
     x, out = q / 4194304, torch.empty(1, 64)

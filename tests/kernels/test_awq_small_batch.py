@@ -119,6 +119,10 @@ def test_which_products_are_a_small_batch():
     assert not takes(x[:1], weight(64, 256, 128, FP16), False), "one row has a kernel of its own"
     assert not takes(torch.zeros(17, 256).half(), weight(64, 256, 128, FP16), False)
     assert not takes(x, weight(40, 256, 128, FP16), True), "gate and up share a block"
+    x = torch.zeros(16, 8192).half()
+    assert takes(x[:, :4096], weight(64, 4096, 128, FP16), False) and takes(x[:8], weight(64, 8192, 128, FP16), False)
+    assert not takes(x, weight(64, 8192, 128, FP16), False), "there kernels.awq_some_rows is faster"
+    x = x[:8, :256]
     assert not takes(x, weight(64, 256, 64, FP16), False) and not takes(x, weight(64, 256, 128, FP16, bits=3), False)
 
 
@@ -141,7 +145,8 @@ def test_small_batch_compiled(monkeypatch, m, n, k, around, gpu):
     awq_small_batch.small_batch(**inputs(m, n, k, dtype, around=around))
     for launch in launches.values():
         c = launch.compiled
-        assert c.spills == c.stack_bytes == 0 and c.shared_bytes <= SHARED_BYTES[gpu], str(c)
+        assert c.shared_bytes <= SHARED_BYTES[gpu], str(c)
+    assert launches["_operand_kernel"].compiled.spills == 0
     c = launches["_small_batch_kernel"].compiled
     cols, tiles = 8 if m <= 8 else 16, loop(c).count("HMMA") // (8 * (1 if m <= 8 else 2))
     warps, per_sm = awq_small_batch.plan(cols, n, k, "G" in around)[:2]
