@@ -2,8 +2,8 @@
 
 The load is drawn from a seed: Poisson arrivals, prompts and answers of mixed lengths, and a few system prompts that
 many of them share. It is served in real time: a request is given to the engine once its time has come, and its waiting
-counts from then, also while a step keeps the host from looking. The pool is small enough that requests get in each
-other's way.
+counts from then, also while a step keeps the host from looking. The pool holds a tenth of all their tokens, so blocks
+kept for the prefix cache have to make way.
 
 Each figure is a reading named bench/serve/MODEL/SERIES: one value a request, or one for the run.
 """

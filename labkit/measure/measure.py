@@ -59,7 +59,8 @@ def measure(
         return _replayed(id, cost, ceiling, method)
     session = _session()
     try:
-        timing = _time(id, fn, inputs, method, flush, WARMUP_MS if warmup is True else float(warmup), repeats)
+        warmup_ms, moved = WARMUP_MS if warmup is True else float(warmup), cost.bytes if cost else None
+        timing = _time(id, fn, inputs, moved, method, flush, warmup_ms, repeats)
     except LabError as error:
         raise LabError(f"{id}: {error}") from error
     except Exception as error:
@@ -226,21 +227,21 @@ def _measure_ceilings() -> tuple[Ceilings, Callable[[], None]]:
     ), load
 
 
-def _time(id, fn, inputs, method, flush, warmup, repeats) -> Timing:
+def _time(id, fn, inputs, moved, method, flush, warmup, repeats) -> Timing:
     call, arguments = fn, None
     if inputs is not None:
         arguments = _arguments(inputs)
         call = lambda: fn(*arguments)  # noqa: E731
     options = {"flush": flush, "warmup": warmup, "repeats": repeats}
     if method == "graph":
-        return time_cuda(_rotated(fn, inputs, arguments, call) if flush else call, method="graph", **options)
+        return time_cuda(_rotated(fn, inputs, arguments, call, moved) if flush else call, method="graph", **options)
     if method != "auto":
         return time_cuda(call, method=method, **options)
     timing = time_cuda(call, method="events", **options)
     if timing.us >= _SHORT_US or not warmup:
         return timing
     try:
-        return time_cuda(_rotated(fn, inputs, arguments, call) if flush else call, method="graph", **options)
+        return time_cuda(_rotated(fn, inputs, arguments, call, moved) if flush else call, method="graph", **options)
     except LabError:
         return timing
 
@@ -250,19 +251,24 @@ def _arguments(inputs: Callable) -> tuple:
     return tuple(made) if isinstance(made, tuple | list) else (made,)
 
 
-def _rotated(fn, inputs, first: tuple | None, call: Callable) -> list[Callable]:
-    """``fn`` on as many input sets as exceed twice L2: until a set's turn comes again, its data has left the cache."""
+def _rotated(fn, inputs, first: tuple | None, call: Callable, moved: int | None) -> list[Callable]:
+    """``fn`` on as many input sets as exceed twice L2: until a set's turn comes again, its data has left the cache.
+
+    moved: bytes that a call moves, if known. Inputs may hold more than that, of which L2 would keep what is used.
+    """
     import torch
 
     if inputs is None:
         raise LabError(
             "a graph with flush=True takes turns over several inputs: give inputs=, or flush=False for warm L2."
         )
-    size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
-    sets = math.ceil(2 * CudaGpu().l2_bytes / size) if size else _MAX_SETS + 1
+    made = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
+    used = min(made, moved or made)
+    sets = math.ceil(2 * CudaGpu().l2_bytes / used) if used else _MAX_SETS + 1
     if sets > _MAX_SETS:
         raise LabError(
-            f"inputs() makes {size} bytes, too little to exceed L2 by turns; take method='events', or flush=False."
+            f"inputs() makes {made} bytes, of which a call moves {used}: too little to exceed L2 by turns; take "
+            "method='events', or flush=False."
         )
     more = [_arguments(inputs) for _ in range(sets - 1)]
     return [call, *(lambda a=a: fn(*a) for a in more)]

@@ -1,13 +1,19 @@
 """Serving in real time: on a small model and a clock of the test's own; the command without a GPU."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+import labkit
 from labkit import cli
 from labkit.bench.serve import UNITS, serve, serving_load
 from labkit.engine import LLM, load
 from labkit.engine.trace import Trace
 from labkit.errors import LabError
 from tests.bench.test_bench_engine import SHAPE
+
+RECORDED = Path(labkit.__file__).parent / "recordings" / "nvidia-h200-serve.json.gz"
 
 
 class Clock:
@@ -51,6 +57,25 @@ def test_all_are_served_and_the_trace_does_it_again(llm, tmp_path):
     (tmp_path / "t.json.gz").write_bytes((tmp_path / "t.json.gz").read_bytes()[:-40])
     with pytest.raises(LabError, match=r"t\.json\.gz cannot be read as a trace"):
         Trace.load(tmp_path / "t.json.gz")
+
+
+def test_the_recorded_run_is_taken_again_step_by_step():
+    """1000 requests on an H200: today's scheduler decides as it did then, and the recorded latencies are of it."""
+    trace, load = Trace.load(RECORDED), serving_load()
+    assert trace.replay()[1].to_dict()["events"] == trace.events
+    added = [e for e in trace.events if e["kind"] == "add"]
+    assert [e["prompt"] for e in added] == [list(a.prompt) for a in sorted(load, key=lambda a: a.arrival_s)]
+    recorded = json.loads(RECORDED.with_name("nvidia-h200.json").read_text())["readings"]
+    series = {name: recorded[f"bench/serve/llama-3-8b/{name}"]["values"] for name in UNITS}
+    assert len(series["ttft"]) == len(added) == 1000
+    assert series["prompt"] == [len(e["prompt"]) for e in added]
+    starts = {}
+    for plan in trace.plans:
+        for id, start in zip(plan["ids"], plan["starts"], strict=True):
+            starts.setdefault(id, start)
+    assert series["cached"] == [starts[e["id"]] for e in added], "a prompt begins behind its cached tokens"
+    assert series["steps"][0] - len(trace.plans) in (0, 1), "the last call may only wait for what runs"
+    assert not series["preemptions"][0] and not any(plan["preempted"] for plan in trace.plans)
 
 
 def test_a_request_that_fails_is_no_result(llm):

@@ -61,7 +61,7 @@ def test_products_of_a_models_size(n, k, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k", "around"), SHAPES, ids=str)
-@pytest.mark.parametrize("m", [1, 2, 5, 8, 9, 33, 200])
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 9, 16, 33, 200])
 def test_what_stands_around_a_product(n, k, around, m, dtype):
     """Looser than the product alone: a normalised x is rounded, and so are gate and up where nothing is fused."""
     torch.manual_seed(0)

@@ -181,6 +181,19 @@ def test_short_work_is_timed_in_a_graph_over_rotated_inputs(live):
     assert m.method == "graph" and m.us == pytest.approx(2.0, rel=0.05) and len(made) == len(used) == 60
 
 
+def test_inputs_that_a_call_leaves_alone_do_not_push_the_others_out_of_l2(live):
+    """Of 32 MiB a call reads 2: two sets would stay in a cache of 60 MiB, so there are 60."""
+    made = []
+
+    def inputs():
+        made.append(1)
+        return torch.empty(2**21, dtype=torch.uint8), torch.empty(30 * 2**20, dtype=torch.uint8)
+
+    kernel = live.work(5.0, 2.0)
+    assert measure("01/short", lambda x, _: kernel(), Cost(2**21, 0), inputs=inputs).method == "graph"
+    assert len(made) == 60
+
+
 def test_short_work_without_inputs_stays_with_events(live):
     assert measure("01/short", live.work(5.0, 2.0)).method == "events"
     assert measure("01/short", live.work(5.0, 2.0), flush=False).method == "graph"
