@@ -64,6 +64,20 @@ def words_layout(warps: int, rows: int, words: int) -> gl.DistributedLinearLayou
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, rows, 4, words])
 
 
+@gluon.jit
+def places_of_words(LAYOUT: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):
+    """Of a thread's words in LAYOUT, that of ``words_layout``: warp [WARPS, ROWS], row [1, ROWS], and place among the
+    words of a row and tile [1, 1, 4, WORDS]."""
+    flat: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
+    of_word: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    of_four: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat)), 0)
+    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, flat)), 1) + gl.zeros_like(row)
+    four = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=of_four), 0), 1), 3)
+    four = four * WORDS + gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=of_word), 0), 1), 2)
+    return warp, row, four
+
+
 @triton.jit
 def numbers_of_rows(
     words,  # int32 [R, 4, WORDS]

@@ -44,7 +44,7 @@ from kernels.awq_digits import (
     operand,
     sums_of,
 )
-from kernels.awq_numbers import words_layout
+from kernels.awq_numbers import places_of_words, words_layout
 from kernels.awq_packed import PackedWeight
 from kernels.launch import arch, shared_limit
 from kernels.paged_cache import sm_count
@@ -121,7 +121,6 @@ def _one_row_kernel(
     FULL: gl.constexpr,  # steps of which every warp has a tile
     DEEP: gl.constexpr,  # tiles a warp has asked for beyond the one it multiplies
     TURNS: gl.constexpr,  # blocks before the loop goes back
-    KEEP: gl.constexpr,  # digits stay in registers
     BITS: gl.constexpr,  # of a code; of 3, words hold 2
     WARPS: gl.constexpr, TILES_A_GROUP: gl.constexpr,
     WORDS_LAYOUT: gl.constexpr,  # [WARPS, ROWS, 4, WORDS], see awq_numbers.words_layout
@@ -138,13 +137,7 @@ def _one_row_kernel(
     begin = gl.program_id(0)
 
     # w: the first tiles are asked for at once
-    flat: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, WORDS_LAYOUT))
-    of_word: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, WORDS_LAYOUT)))
-    of_four: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, WORDS_LAYOUT)))
-    row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat)), 0)
-    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, flat)), 1) + gl.zeros_like(row)
-    four = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=of_four), 0), 1), 3)
-    four = four * WORDS + gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=of_word), 0), 1), 2)
+    warp, row, four = places_of_words(WORDS_LAYOUT, WARPS, ROWS, WORDS)
     at = gl.expand_dims(gl.expand_dims(warp * 16 + row, 2), 3) * (4 * WORDS) + four
     more_at = words_ptr  # stands for nothing, but where there are third bits
     if BITS == 3:
@@ -162,7 +155,7 @@ def _one_row_kernel(
         gdc_launch_dependents()
         gdc_wait()  # from here on x and the residual are there, and out may be written
 
-    # x: its digits, in shared memory or in registers
+    # x: its digits, in shared memory
     row = load_row(x_ptr, k, STEPS, WARPS, OF_X)
     x, per_unit, factor = measured(row, gamma, k, eps, NORM, STEPS, WARPS, OF_X)
     planes = ()  # memory of its own for each step: stores need no barriers between them
@@ -174,10 +167,6 @@ def _one_row_kernel(
     for i in gl.static_range(STEPS):
         sums = sums + (gl.allocate_shared_memory(gl.float32, [WARPS, 8, COLS], in_order),)
         sums[i].store(sums_of(digits_in(planes[i], WARPS, LAYOUTS, SUMS), WARPS, LAYOUTS, SUMS))
-    kept = ()
-    if KEEP:
-        for i in gl.static_range(STEPS):
-            kept = kept + (operand(planes[i], sums[i], WARPS, LAYOUTS, SUMS),)
 
     of_digit = gl.arange(0, COLS, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))
     of_digit = gl.expand_dims(gl.expand_dims(of_digit, 0), 1)
@@ -189,10 +178,7 @@ def _one_row_kernel(
             gate = gl.zeros([WARPS, ROWS, COLS], gl.float32, SUMS)
             total = gate
             for i in gl.static_range(STEPS):
-                if KEEP:
-                    x8, of_x = kept[i]
-                else:
-                    x8, of_x = operand(planes[i], sums[i], WARPS, LAYOUTS, SUMS)
+                x8, of_x = operand(planes[i], sums[i], WARPS, LAYOUTS, SUMS)
                 if GATED:
                     gate = _multiply(gate, coming[0], x8, of_x, BITS, WARPS)
                     coming = coming[1:] + (_fetch(w, begin, 2 * i + DEEP, WALK),)
@@ -228,7 +214,6 @@ class Settings:
 
     warps: int = 16  # of a program
     deep: int = 4  # tiles a warp has asked for beyond the one it multiplies
-    keep: bool = False  # digits stay in registers
     per_sm: int = 1  # programs
 
 
@@ -310,7 +295,7 @@ def one_row(x, weight, bias, residual, eps, gamma, gated, out, settings: Setting
         maxnreg = 65536 // (32 * s.warps * s.per_sm)
     _one_row_kernel[(min(triton.cdiv(n, ROWS.value), s.per_sm * sm_count(x.device)),)](
         x, w.words, w.more, w.scales, gamma, bias, residual, out, n, w.k, 0.0 if eps is None else eps,
-        NORM=eps is not None, GATED=gated, STEPS=steps, FULL=tiles // s.warps, DEEP=s.deep, TURNS=turns, KEEP=s.keep,
+        NORM=eps is not None, GATED=gated, STEPS=steps, FULL=tiles // s.warps, DEEP=s.deep, TURNS=turns,
         BITS=w.stored_bits, WARPS=s.warps, TILES_A_GROUP=-(-w.group // w.tile),
         WORDS_LAYOUT=_layout(s.warps, words), LAYOUTS=layouts(s.warps, 8 // words), OVERLAP=overlap,
         num_warps=s.warps, launch_pdl=overlap, maxnreg=maxnreg,

@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.awq_numbers import words_layout
+from kernels.awq_numbers import places_of_words, words_layout
 from kernels.awq_operand import operand
 from kernels.launch import arch
 from kernels.paged_cache import sm_count
@@ -116,13 +116,7 @@ def _small_batch_kernel(
     step = gl.num_programs(0)
 
     # w: the first tiles are asked for at once
-    flat: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, of_words))
-    of_word: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, of_words)))
-    of_four: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, of_words)))
-    row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat)), 0)
-    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, flat)), 1) + gl.zeros_like(row)
-    four = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=of_four), 0), 1), 3)
-    four = four * WORDS + gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=of_word), 0), 1), 2)
+    warp, row, four = places_of_words(of_words, WARPS, ROWS, WORDS)
     at = (row // 16 * other * tiles + warp) * 16 + row % 16
     at = gl.expand_dims(gl.expand_dims(at, 2), 3) * (4 * WORDS) + four
     deep = gl.expand_dims(gl.expand_dims(warp, 2), 3) + gl.zeros_like(at)

@@ -270,6 +270,11 @@ def _rotated(fn, inputs, first: tuple | None, call: Callable, moved: int | None)
             f"inputs() makes {made} bytes, of which a call moves {used}: too little to exceed L2 by turns; take "
             "method='events', or flush=False."
         )
+    if (sets - 1) * made > CudaGpu().free_bytes() // 2:
+        raise LabError(
+            f"inputs() makes {made} bytes, of which a call moves {used}: {sets} of them, as exceed L2 by turns, do not "
+            "fit into half of the free memory; take method='events', or flush=False."
+        )
     more = [_arguments(inputs) for _ in range(sets - 1)]
     return [call, *(lambda a=a: fn(*a) for a in more)]
 

@@ -98,6 +98,9 @@ class CudaGpu:
     def sync(self) -> None:
         self.torch.cuda.synchronize()
 
+    def free_bytes(self) -> int:
+        return self.torch.cuda.mem_get_info()[0]
+
     def flush(self) -> None:
         """Read a buffer of four times L2: whatever its replacement rule, nothing else stays, and nothing is dirty."""
         if self._other is None:

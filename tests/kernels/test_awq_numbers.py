@@ -167,14 +167,14 @@ def product(run, m, n, k, kind, dtype, around):
 )
 def test_one_row_is_exact_to_the_digits(n, k, group, bits, around):
     """In fp32, where nothing is rounded at the end: 1 to 5 tiles a warp."""
-    one_row = load_on_tensors(awq_one_row, awq_bytes, awq_digits)
+    one_row = load_on_tensors(awq_one_row, awq_bytes, awq_digits, awq_numbers)
     got, want = product(one_row.one_row, 1, n, k, (bits, group), torch.float32, around)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max().clamp(min=1)
 
 
 def test_the_largest_sums_are_exact():
     """Codes 15 and the most negative digits: 128 columns sum to -243 840, and only the scaling rounds."""
-    one_row = load_on_tensors(awq_one_row, awq_bytes, awq_digits)
+    one_row = load_on_tensors(awq_one_row, awq_bytes, awq_digits, awq_numbers)
     q = torch.full((1, 256), 4194304 - 32896)
     q[0, 7] = 4194304
     x, out = q / 4194304, torch.empty(1, 64)

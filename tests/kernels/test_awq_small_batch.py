@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import awq_operand, awq_small_batch
+from kernels import awq_numbers, awq_operand, awq_small_batch
 from kernels.awq_operand import operand
 from kernels.awq_small_batch import NUMBERS, NUMBERS_FORM, takes
 from kernels.launch import SHARED_BYTES
@@ -83,7 +83,7 @@ def test_operand_of_extreme_rows(value):
 
 @pytest.fixture
 def small_batch(monkeypatch):
-    module = load_on_tensors(awq_small_batch)
+    module = load_on_tensors(awq_small_batch, awq_numbers)
     monkeypatch.setattr(module, "operand", operand)
     return module.small_batch
 

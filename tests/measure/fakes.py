@@ -40,6 +40,9 @@ class FakeGpu:
     def now_us(self):
         return self.host
 
+    def free_bytes(self):
+        return 2**34
+
     def sync(self):
         self.host = max(self.host, self.device) + 5.0
 

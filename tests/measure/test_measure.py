@@ -194,6 +194,25 @@ def test_inputs_that_a_call_leaves_alone_do_not_push_the_others_out_of_l2(live):
     assert len(made) == 60
 
 
+def test_large_inputs_of_which_little_moves_are_not_made_many_times(live):
+    """A gather from 10 GiB: 60 of them would be made, where 8 GiB may be."""
+    made = []
+
+    class Table(torch.Tensor):
+        def numel(self):
+            return 10 * 2**30
+
+    def inputs():
+        made.append(1)
+        return torch.zeros(1, dtype=torch.uint8).as_subclass(Table)
+
+    gather = live.work(5.0, 2.0)
+    assert measure("01/short", lambda table: gather(), Cost(2**21, 0), inputs=inputs).method == "events"
+    with pytest.raises(LabError, match=r"01/short: inputs\(\) makes 10737418240 .* do not fit into half of the free"):
+        measure("01/short", lambda table: gather(), Cost(2**21, 0), inputs=inputs, method="graph")
+    assert len(made) == 2
+
+
 def test_short_work_without_inputs_stays_with_events(live):
     assert measure("01/short", live.work(5.0, 2.0)).method == "events"
     assert measure("01/short", live.work(5.0, 2.0), flush=False).method == "graph"
