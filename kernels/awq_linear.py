@@ -44,7 +44,7 @@ def awq_linear_reference(x, weight, **around) -> torch.Tensor:
 
 
 MANY = 128  # rows of x beyond which arithmetic takes the time
-MANY_OF_WIDE = 64, 16384  # beyond so many rows of x it does so if w has so many rows, on Hopper
+MANY_OF_WIDE = 64, 6144  # beyond so many rows of x it does so if w has so many rows, on Hopper
 
 
 def awq_linear_triton(

@@ -242,6 +242,7 @@ def test_machine_code(block_m, dtype, tiles):
 def test_tiles_are_the_widest_that_keep_all_sms_at_work():
     assert hopper.block_m_of(4096, 4096, 132) == 256
     assert hopper.block_m_of(512, 4096, 132) == 128  # 128 programs; with 256 rows 64
+    assert hopper.block_m_of(512, 6144, 132) == 256  # 96 programs; with 128 rows 192 in two turns
     assert hopper.block_m_of(128, 4096, 132) == 64
     assert hopper.block_m_of(128, 28672, 132) == 128  # 224 programs in two turns; with 64 rows 448 in four
 
