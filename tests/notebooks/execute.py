@@ -17,7 +17,12 @@ def execute(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources=resources, store_widget_state=False
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources=resources,
+        store_widget_state=False,
+        coalesce_streams=True,
     ).execute()
     nbformat.write(cleaned(notebook), path)
 
