@@ -16,6 +16,7 @@ import torch
 from labkit.engine.config import ModelConfig
 from labkit.engine.core import Completion, Engine, Live
 from labkit.engine.loader import load
+from labkit.engine.memory import check_share
 from labkit.engine.model import Model
 from labkit.engine.options import SchedulerOptions, check_switches
 from labkit.engine.packed import check_quantization
@@ -87,6 +88,7 @@ class LLM:
             ("run_ahead", "freeze_gc"), prefix_caching=prefix_caching, cuda_graphs=cuda_graphs, trace=trace,
             run_ahead=run_ahead, freeze_gc=freeze_gc,
         )  # fmt: skip
+        check_share(memory_share)
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise LabError(f"seed must be a whole number, got {seed!r}")
         if ops is not None and not isinstance(ops, Mapping):

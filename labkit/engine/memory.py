@@ -58,6 +58,12 @@ def peak_bytes(run: Callable[[Step], object], step: Step, device: torch.device) 
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def check_share(share: float) -> None:
+    """Raises LabError unless ``share`` is a share of the GPU's memory."""
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise LabError(f"memory_share must be above 0 and at most 1, got {share!r}")
+
+
 def blocks_that_fit(free: int, total: int, peak: int, block: int, share: float) -> int:
     """Blocks of ``block`` bytes for which a GPU has room, all in bytes.
 
@@ -65,8 +71,7 @@ def blocks_that_fit(free: int, total: int, peak: int, block: int, share: float) 
     it runs. CUDA graphs get as much again, since a decode step is no larger than the largest, or an eighth of what is
     free if that is less. Raises LabError, with the arithmetic, if there is no room for two.
     """
-    if not 0 < share <= 1:
-        raise LabError(f"memory_share must be above 0 and at most 1, got {share!r}")
+    check_share(share)
     unused, graphs = total - int(share * total), min(peak, free // 8)
     room = free - unused - peak - graphs
     if room < 2 * block:

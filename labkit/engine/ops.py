@@ -12,6 +12,7 @@ weight goes to ``kernels.awq_linear``, whatever the rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -62,6 +63,46 @@ def with_all(x: torch.Tensor, weight: Product, **around) -> torch.Tensor:
     return (PACKED if isinstance(weight, PackedWeight) else gemv)(x, weight, **around)
 
 
+# Shapes of what an operator returns, by its first two arguments.
+RESULTS = {
+    "linear": lambda x, weight: [(len(x), weight.shape[0])],
+    "awq_linear": lambda x, weight: [(len(x), weight.shape[0])],
+    "rms_norm": lambda x, _: [x.shape],
+    "add_rms_norm": lambda x, _: [x.shape],
+    "rope": lambda q, k: [q.shape, k.shape],
+    "silu_mul": lambda x, _: [(*x.shape[:-1], x.shape[-1] // 2)],
+    "paged_decode": lambda q, _: [q.shape],
+    "paged_extend": lambda q, _: [q.shape],
+}
+
+
+def checked(name: str, fn: Callable) -> Callable:
+    """``fn`` as operator ``name``, whose results are looked at: one of another shape or dtype raises LabError.
+
+    Left alone it could go far: [1, hidden] is added to every row without a word.
+    """
+    if name not in RESULTS:
+        return fn
+
+    @functools.wraps(fn)
+    def call(*args, **more):
+        result = fn(*args, **more)
+        got = result if isinstance(result, tuple | list) else (result,)
+        want = RESULTS[name](args[0], args[1] if len(args) > 1 else None)
+        if [(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in got] != [(w, args[0].dtype) for w in want]:
+            raise LabError(
+                f"ops[{name!r}] must return {', '.join(_described(w, args[0].dtype) for w in want)}, "
+                f"got {', '.join(_described(getattr(t, 'shape', None), getattr(t, 'dtype', type(t))) for t in got)}"
+            )
+        return result
+
+    return call
+
+
+def _described(shape, dtype) -> str:
+    return f"{dtype}" if shape is None else f"{dtype} {list(shape)}"
+
+
 def resolve_ops(own: Mapping[str, Callable] | None, device: torch.device) -> tuple[dict[str, Callable], CpuOps | None]:
     """(operators by name, the CPU operators or None): the defaults of ``device``, replaced by those of ``own``.
 
@@ -73,6 +114,7 @@ def resolve_ops(own: Mapping[str, Callable] | None, device: torch.device) -> tup
             raise LabError(f"ops has no operator {name!r} to replace; the names are {', '.join(NAMES)}")
         if not callable(fn):
             raise LabError(f"ops[{name!r}] must be a function with the operator's signature, got {fn!r}")
+    own = {name: checked(name, fn) for name, fn in own.items()}
     if device.type == "cpu":
         cpu = CpuOps()
         return {name: getattr(cpu, name) for name in NAMES} | own, cpu

@@ -384,6 +384,7 @@ def test_a_request_that_can_never_run_is_refused_before_anything_runs(model, pro
         (dict(max_model_len=1000), "max_model_len must be from 1 to the model's 128 positions, got 1000"),
         (dict(quantization="fp8"), "quantization must be None or one of 'awq', got 'fp8'"),
         (dict(ops={"norm": len}), "ops has no operator 'norm' to replace"),
+        (dict(memory_share=7), "memory_share must be above 0 and at most 1, got 7"),
         (dict(device="tpu:0"), "tpu"),
     ],
 )

@@ -148,6 +148,7 @@ WRONG = {
     "logits in three dimensions": ("linear", lambda y: y[None]),
     "no logits": ("linear", lambda y: y[:, :0]),
     "logits of more tokens than there are": ("linear", lambda y: torch.cat((y, y[:, :3] + 1e3), 1)),
+    "one row for all, which would be added to each": ("silu_mul", lambda x: silu_mul(x[:1])),
 }
 
 
@@ -175,6 +176,7 @@ def test_an_operator_that_gives_something_else_ends_its_own_step_only(model, wan
         llm.engine.step()
         llm.scheduler.check()
     assert [live.finish_reason for live in lives[:2]] == ["error"] * 2 and not lives[0].token_ids
+    assert f"ops[{op!r}] must return torch.float32 [" in str(lives[0].error)
     assert [live.token_ids for live in lives[2:]] == wanted[2:]
     assert_idle(llm)
 
