@@ -90,6 +90,8 @@ def _bench(args) -> int:
     if args.what == "serve":
         from labkit.bench.serve import bench_serve
 
+        if args.operators:
+            raise LabError(f"bench serve takes no operators, got {', '.join(args.operators)}")
         return bench_serve(args.model, args.requests, args.rate, args.trace)
     from labkit.measure.bench import bench
     from labkit.measure.bench_kernels import rows

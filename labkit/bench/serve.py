@@ -11,6 +11,7 @@ Each figure is a reading named bench/serve/MODEL/SERIES: one value a request, or
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,6 +101,13 @@ def bench_serve(name: str = "llama-3-8b", n: int = REQUESTS, rate: float = RATE,
     """
     if name not in MODELS:
         raise LabError(f"there is no model shape {name!r}; there are {', '.join(MODELS)}")
+    if n < 1 or not (0 < rate < math.inf):
+        raise LabError(f"at least 1 request at a rate above 0 a second is served, got {n} at {rate}")
+    if (n, rate) != (REQUESTS, RATE) and not is_live():
+        raise LabError(
+            f"without a CUDA GPU the recorded run is shown, of {REQUESTS} requests at {RATE:g} a second; "
+            "leave --requests and --rate out"
+        )
     if trace and not is_live():
         raise LabError("a trace is made where requests are served, which needs a CUDA GPU; leave --trace out")
     if trace and not Path(trace).resolve().parent.is_dir():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+import numpy as np
 import torch
 
 from labkit.course import progress
@@ -35,6 +36,10 @@ class Report:
 
     def _ipython_display_(self) -> None:
         """The lines have been printed; a cell that ends in a check shows nothing more."""
+
+
+class _Form(str):
+    """What is wrong with a result's kind or dtype, or with an argument, and not with values."""
 
 
 class _Overtime(BaseException):
@@ -90,14 +95,18 @@ def judge(exercise: Exercise, fn: Callable) -> Report:
         if problem:
             failed += 1
             lines.append(f"{id}  {trial.name}: {problem}")
-            hint = hint or next((h.text for h in exercise.hints if _fits(h, trial.make(), got, want)), "")
+            hints = (h for h in exercise.hints if h.form == isinstance(problem, _Form))
+            hint = hint or next((h.text for h in hints if _fits(h, trial.make(), got, want)), "")
         else:
             lines.append(f"{id}  {trial.name}: passed")
     return Report(id, not failed, True, hint, tuple(lines))
 
 
 def difference(got, want, tolerance: float) -> str:
-    """Why ``got`` is not ``want``, in words; "" if it is. Numbers and tensors may differ by ``tolerance``, relative."""
+    """Why ``got`` is not ``want``, in words; "" if it is. Numbers and tensors may differ by ``tolerance``, relative.
+
+    Where a float is wanted, a tensor of one serves; where a list is, so do a tuple, an array and a tensor.
+    """
     if isinstance(want, torch.Tensor):
         return _tensor_difference(got, want, tolerance)
     if isinstance(want, bool | str) or want is None:
@@ -108,7 +117,7 @@ def difference(got, want, tolerance: float) -> str:
             got = got.item()
         kind = Integral if isinstance(want, int) else Real
         if isinstance(got, bool) or not isinstance(got, kind):
-            return f"returned {_kind(got)}, expected {'an int' if isinstance(want, int) else 'a number'}"
+            return _Form(f"returned {_kind(got)}, expected {'an int' if isinstance(want, int) else 'a number'}")
         if isinstance(got, Integral) and abs(got) > 1e300:
             return f"got {number(got)}, expected {number(want)}"
         if math.isnan(got):
@@ -117,12 +126,16 @@ def difference(got, want, tolerance: float) -> str:
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
             return f"returned {_short(got)}, expected a dict with the keys {sorted(want)}"
-        return next((f"{k}: {d}" for k in want if (d := difference(got[k], want[k], tolerance))), "")
+        return next((type(d)(f"{k}: {d}") for k in want if (d := difference(got[k], want[k], tolerance))), "")
     if isinstance(want, list | tuple):
-        if not isinstance(got, list | tuple) or len(got) != len(want):
+        if isinstance(got, torch.Tensor | np.ndarray) and got.ndim:
+            got = got.tolist()
+        if not isinstance(got, list | tuple):
+            return _Form(f"returned {_kind(got)}, expected a list of {len(want)} values")
+        if len(got) != len(want):
             return f"returned {_short(got)}, expected {len(want)} values"
         pairs = enumerate(zip(got, want, strict=True))
-        return next((f"value {i}: {d}" for i, (g, w) in pairs if (d := difference(g, w, tolerance))), "")
+        return next((type(d)(f"value {i}: {d}") for i, (g, w) in pairs if (d := difference(g, w, tolerance))), "")
     raise TypeError(f"an exercise's answer of type {type(want).__name__} cannot be compared")
 
 
@@ -138,17 +151,17 @@ def _changed(inputs: dict, given: dict, in_place: tuple[str, ...]) -> str:
     """Which argument the function changed although it may not; "" if none. Lists and tensors are looked at."""
     for name, before in given.items():
         if name not in in_place and isinstance(before, list | torch.Tensor) and difference(inputs[name], before, 0.0):
-            return f"changed its argument {name}; work on a copy"
+            return _Form(f"changed its argument {name}; work on a copy")
     return ""
 
 
 def _tensor_difference(got, want: torch.Tensor, tolerance: float) -> str:
     if not isinstance(got, torch.Tensor):
-        return f"returned {_kind(got)}, expected a tensor {list(want.shape)} of {_dtype(want)}"
+        return _Form(f"returned {_kind(got)}, expected a tensor {list(want.shape)} of {_dtype(want)}")
     if got.shape != want.shape:
         return f"shape is {list(got.shape)}, expected {list(want.shape)}"
     if got.dtype != want.dtype:
-        return f"dtype is {_dtype(got)}, expected {_dtype(want)}"
+        return _Form(f"dtype is {_dtype(got)}, expected {_dtype(want)}")
     if not want.numel():
         return ""
     g, w = got.detach().cpu().double(), want.detach().cpu().double()

@@ -7,12 +7,14 @@ models on one GPU (S0 and S1). A notebook calls ``claim`` with what it found; th
 from __future__ import annotations
 
 import json
+import textwrap
 from functools import cache
 from importlib.resources import files
 
 from labkit.course import progress
 from labkit.errors import LabError
 
+WIDTH = 100  # of a printed line: the pages show as many characters, and break longer lines inside of words
 VERDICTS = {True: "holds", False: "refuted", None: "open"}
 _decided: dict[str, tuple[str, str]] = {}  # in this process, in the order they were decided
 
@@ -24,7 +26,9 @@ def claims() -> dict[str, dict]:
 
 
 def claim(claim_id: str, holds: bool | None, evidence: str) -> None:
-    """Enter a verdict in the ledger and print it. ``holds=None``: cannot be decided as it stands; evidence says why.
+    """Enter a verdict in the ledger, and print it with the claim's words and the evidence.
+
+    ``holds=None``: it cannot be decided as it stands; evidence says why.
 
     Raises LabError for an unknown claim, a verdict that is not a truth value, or missing evidence.
     """
@@ -39,7 +43,8 @@ def claim(claim_id: str, holds: bool | None, evidence: str) -> None:
     verdict = VERDICTS[holds]
     _decided[claim_id] = (verdict, evidence)
     progress.keep("claims", claim_id, {"verdict": verdict, "evidence": evidence})
-    print(f"{claim_id}  {verdict:7}  {evidence}")
+    print(f'{claim_id}  {verdict}: "{row["claim"]}"')
+    print(textwrap.fill(evidence, WIDTH, initial_indent="    ", subsequent_indent="    "))
 
 
 class Ledger:

@@ -31,10 +31,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Hint:
-    """``text`` is given if ``fits(inputs, got, want)`` is true for a trial that failed."""
+    """``text`` is given if ``fits(inputs, got, want)`` is true for a trial that failed.
+
+    ``form``: it speaks of a result's kind or dtype, or of a changed argument, and only where that is what is wrong. The
+    others speak of values: right ones in the wrong dtype are none of theirs.
+    """
 
     text: str
     fits: Callable[[dict, object, object], bool]
+    form: bool = False
 
 
 @dataclass(frozen=True)

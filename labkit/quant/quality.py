@@ -96,7 +96,7 @@ def perplexity(model, tokens: torch.Tensor, window: int = 512) -> Estimate:
 def as_perplexity(losses: torch.Tensor) -> Estimate:
     """losses: [windows, k], as from ``token_losses`` -> the perplexity they amount to."""
     loss = mean(losses.double().mean(1))
-    return Estimate(math.exp(loss.value), math.exp(loss.low), _exp(loss.high), loss.n)
+    return Estimate(_exp(loss.value), _exp(loss.low), _exp(loss.high), loss.n)
 
 
 def compare(losses_a: torch.Tensor, losses_b: torch.Tensor) -> Estimate:
@@ -135,7 +135,8 @@ def agreement(model, other, tokens: torch.Tensor, window: int = 512) -> Estimate
 
     This is greedy agreement of single steps: in free generation the texts part at the first disagreement. Wilson's
     interval for as many independent positions as the spread between windows allows (Kish's design effect, at least 1);
-    n counts windows. Arguments and errors as for ``token_losses``.
+    of one window, which tells nothing of that spread, it is 0 to 1. n counts windows. Arguments and errors as for
+    ``token_losses``.
     """
     shares = []
     for mine, theirs in _both(model, other, tokens, window):
@@ -143,12 +144,12 @@ def agreement(model, other, tokens: torch.Tensor, window: int = 512) -> Estimate
         del mine, theirs
     shares = torch.stack(shares)
     share, count = float(shares.mean()), len(shares)
-    effect, quantile = 1.0, Z
-    if count > 1:
-        quantile = t_quantile(count - 1)
-        if 0 < share < 1:  # how much more windows differ than they would if positions were independent
-            effect = max(1.0, float(shares.var()) * window / (share * (1 - share)))
-    low, high = wilson(share, count * window / effect, quantile)
+    if count == 1:
+        return Estimate(share, 0.0, 1.0, count)
+    effect = 1.0
+    if 0 < share < 1:  # how much more windows differ than they would if positions were independent
+        effect = max(1.0, float(shares.var()) * window / (share * (1 - share)))
+    low, high = wilson(share, count * window / effect, t_quantile(count - 1))
     return Estimate(share, low, high, count)
 
 

@@ -99,3 +99,10 @@ def test_without_a_gpu_it_says_what_it_needs(capsys):
     assert "needs a CUDA GPU" in capsys.readouterr().err
     assert cli.main(["bench", "serve", "--model", "gpt-9"]) == 1
     assert "there is no model shape 'gpt-9'" in capsys.readouterr().err
+    for wrong in (["--requests", "0"], ["--rate", "nan"], ["--rate", "-1"]):
+        assert cli.main(["bench", "serve", *wrong]) == 1
+        assert "at least 1 request at a rate above 0 a second is served, got" in capsys.readouterr().err
+    assert cli.main(["bench", "serve", "--requests", "5"]) == 1
+    assert "without a CUDA GPU the recorded run is shown, of 1000 requests" in capsys.readouterr().err
+    assert cli.main(["bench", "serve", "rms_norm"]) == 1
+    assert "bench serve takes no operators, got rms_norm" in capsys.readouterr().err

@@ -89,6 +89,25 @@ def test_a_hint_fits_the_mistake_and_only_that():
     assert judge(NUMBER, lambda x: x + 1).hint == ""
 
 
+def test_hints_speak_of_values_or_of_form_where_that_is_what_is_wrong():
+    """Right values in the wrong dtype, or in the caller's tensor, are no matter for hints about values."""
+    always = tuple(Hint(text, lambda i, got, want: True, form=text == "form") for text in ("values", "form"))
+    exercise = replace(TENSOR, hints=always)
+    assert judge(exercise, lambda x: x + 1).hint == "values"
+    for form in (lambda x: (2 * x).double(), lambda x: [0, 2, 4], lambda x: None, lambda x: x.mul_(2)):
+        assert judge(exercise, form).hint == "form"
+        assert judge(replace(exercise, hints=always[:1]), form).hint == ""
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_a_list_may_come_as_a_tuple_an_array_or_a_tensor(kind):
+    assert difference(kind([1, 2]), [1, 2], 0.0) == "" and difference(kind([[1], [2]]), [[1], [2]], 0.0) == ""
+    assert difference(kind([1, 3]), [1, 2], 0.0) == "value 1: got 3, expected 2"
+    assert "expected 2 values" in difference(kind([1]), [1, 2], 0.0)
+    assert difference(kind([1.0, 2.0]), [1, 2], 0.0) == "value 0: returned a float, expected an int"
+    assert difference({1, 2}, [1, 2], 0.0) == "returned a set, expected a list of 2 values"
+
+
 def test_a_function_that_never_returns_is_stopped_even_if_it_swallows_exceptions():
     def endless(x):
         while True:
@@ -141,7 +160,7 @@ def test_an_exception_or_a_value_that_cannot_be_printed_is_survived():
         raise Rude
 
     assert "raised Rude" in judged(NUMBER, rude)
-    assert "<Rude>" in difference(Rude(), [1], 1e-6)
+    assert "<list>" in difference([Rude()], [1, 2], 1e-6)
 
 
 def test_a_bare_except_cannot_keep_a_function_running():

@@ -167,6 +167,13 @@ def test_agreement_counts_positions_and_heeds_that_they_come_in_clusters():
     assert wide == pytest.approx(width * 4, rel=0.15)  # the sixteen positions of a window count as one
     whole = agreement(*disagreeing(lambda ids: ids == 9), tokens, 16)
     assert whole.value == whole.high == 1 and 0.98 < whole.low < 1  # never seen is not never
+    alone = agreement(*disagreeing(lambda ids: ids == 3), tokens[:1], 16)
+    assert (alone.low, alone.high) == (0, 1), "one window tells nothing of how windows differ"
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite():
+    found = as_perplexity(torch.full((2, 5), 800.0))
+    assert found.value == found.low == found.high == math.inf
 
 
 def test_pairs_tell_apart_what_intervals_side_by_side_cannot():

@@ -110,10 +110,12 @@ EXERCISES = (
             Hint(
                 "each token must be an int: int(logits.argmax()).",
                 lambda i, g, w: any(not isinstance(t, int) for t in g),
+                form=True,
             ),
             Hint(
                 "the list of ids belongs to the caller: begin with ids = list(ids).",
                 lambda i, g, w: g == w and len(w) > 0,
+                form=True,
             ),
             Hint(
                 "the prompt came back too: return only the new tokens.",

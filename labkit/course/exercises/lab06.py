@@ -36,7 +36,16 @@ def _group(name, bits, make) -> Trial:
 
 
 def _rounded(
-    w, bits, steps=None, zero_inside=True, together=False, whole=True, near=torch.round, clamp=True, ones=True
+    w,
+    bits,
+    steps=None,
+    zero_inside=True,
+    together=False,
+    whole=True,
+    near=torch.round,
+    clamp=True,
+    ones=True,
+    from_low=False,
 ):
     """(codes, scale, zero) by the answer's rule, or with one part of it replaced."""
     top, dims = 2**bits - 1, (0, 1) if together else (1,)
@@ -49,6 +58,7 @@ def _rounded(
     zero = (-low / scale).round() if whole else -low / scale
     zero = zero.clamp(0, top) if clamp else zero
     codes = near(w / scale) + zero if whole else near(w / scale + zero)
+    codes = near((w - low) / scale) if from_low else codes
     return codes.clamp(0, top) if clamp else codes, scale, zero
 
 
@@ -60,6 +70,18 @@ def _with(**rule):
         )
 
     return fits
+
+
+def _other_scale_of_zeros(i, got, want):
+    """All is right but the scale of groups of zeros, which is another number than 1."""
+    zeros = (i["w"] == 0).all(1)
+    same = [torch.allclose(g.double(), e, 1e-6, 1e-12) for g, e in zip(got[::2], want[::2], strict=True)]
+    return (
+        all(same)
+        and bool(zeros.any())
+        and torch.allclose(got[1][~zeros].double(), want[1][~zeros], 1e-6, 1e-12)
+        and bool((got[1][zeros].isfinite() & (got[1][zeros] != 1)).all())
+    )
 
 
 def _not_finite(i, got, want):
@@ -95,22 +117,66 @@ def _layer(name, seed, bits=3, group=16, loud=(3,), outputs=24, inputs=32, token
     return Trial(name, make)
 
 
-def _searched(w, x, rounding, of=None, level=True, back=True, by_weights=False):
-    """The answer with one part replaced: what the powers are taken of, levelling, division, the error looked at."""
+def _on_the_grid(name) -> Trial:
+    """Weights that rounding to 3 bits leaves as they are, so that r = 0 has no error at all."""
+
+    def make():
+        random = torch.Generator().manual_seed(0)
+        w = torch.randint(-3, 5, (24, 32), generator=random).double()
+        w[:, ::16], w[:, 1::16] = -3, 4  # the ends of each group's grid: its step is 1
+        x = torch.randn(40, 32, generator=random, dtype=torch.float64)
+        return {"w": w, "x": x * torch.linspace(0.1, 3, 32, dtype=torch.float64), "rounding": _round_to(3, 16)}
+
+    return Trial(name, make)
+
+
+def _small_where_loud(name, seed=5) -> Trial:
+    """Weights that are small where the inputs are large. With this seed r = 19/20 has the least error of the twenty,
+    and r = 1 would have an eighth less."""
+
+    def make():
+        random = torch.Generator().manual_seed(seed)
+        w = torch.randn(24, 32, generator=random, dtype=torch.float64)
+        x = torch.randn(40, 32, generator=random, dtype=torch.float64)
+        x *= torch.linspace(0.1, 3, 32, dtype=torch.float64)
+        return {"w": w / x.abs().mean(0) ** 1.5, "x": x, "rounding": _round_to(3, 16)}
+
+    return Trial(name, make)
+
+
+TWENTY = tuple(i / 20 for i in range(20))
+
+
+def _searched(w, x, rounding, of=None, level=True, back=True, by_weights=False, inside=False, exponents=TWENTY):
+    """The answer with one part replaced: what the powers are taken of, levelling, division, the error looked at, the
+    mean before the power, the exponents."""
     mean = x.abs().mean(0) if of is None else of(x, w)
     wanted, best = x @ w.t(), None
-    for i in range(20):
-        scale = mean ** (i / 20)
+    for r in exponents:
+        scale = (x.abs() ** r).mean(0) if inside else mean**r
         scale = scale / (scale.max() * scale.min()).sqrt() if level else scale
         changed = rounding(w * scale) / scale if back else rounding(w * scale)
         loss = ((changed - w) if by_weights else x @ changed.t() - wanted).square().mean()
         if best is None or loss < best[0]:
-            best = loss, scale, i / 20
+            best = loss, scale, r
     return best
 
 
 def _found(**rule):
     return lambda i, got, want: torch.allclose(got.double(), _searched(**i, **rule)[1], 1e-9, 1e-12)
+
+
+def _other_exponents(i, got, want):
+    """The ends moved by one or two, or twenty steps from 0 to 1."""
+    ranges = [range(first, last) for first in (0, 1, 2) for last in (18, 19, 20, 21)]
+    tried = [[n / 20 for n in numbers] for numbers in ranges] + [[n / 19 for n in range(20)]]
+    return any(_found(exponents=exponents)(i, got, want) for exponents in tried)
+
+
+def _other_level(i, got, want):
+    """The right scale, but for a factor that all channels share."""
+    factor = got.double() / want
+    return torch.allclose(factor, factor[0].expand_as(factor), 1e-9, 0.0)
 
 
 def _is_ratio(i, got, want):
@@ -198,6 +264,14 @@ EXERCISES = (
                 "a scale and a zero point serve a whole group: divide by its size.",
                 _bytes(lambda products, head, bits, group: products * (bits + 16 + bits) / 8 + 2 * head),
             ),
+            Hint(
+                "only the scale has 16 bits; a zero point is a code, as the weights are.",
+                _bytes(lambda products, head, bits, group: products * (bits + (16 + 16) / group) / 8 + 2 * head),
+            ),
+            Hint(
+                "a zero point does not always have 4 bits: look at `bits`.",
+                _bytes(lambda products, head, bits, group: products * (bits + (16 + 4) / group) / 8 + 2 * head),
+            ),
         ),
     ),
     Exercise(
@@ -233,6 +307,13 @@ EXERCISES = (
                 "take the nearest code, with round().",
                 lambda i, got, want: _with(near=torch.floor)(i, got, want) or _with(near=torch.trunc)(i, got, want),
             ),
+            Hint(
+                "you rounded against low, but the grid begins at -zero * scale, with the rounded zero point.",
+                lambda i, got, want: (
+                    _with(from_low=True)(i, got, want) or _with(from_low=True, zero_inside=False)(i, got, want)
+                ),
+            ),
+            Hint("a group of zeros has scale 1, and not the least scale that you allow.", _other_scale_of_zeros),
             Hint("a group of zeros spans nothing: dividing by its scale gives NaN. Take scale 1.", _not_finite),
         ),
     ),
@@ -246,16 +327,26 @@ EXERCISES = (
             _layer("two of them, 4 bits", 2, bits=4, loud=(3, 20)),
             _layer("groups of 8", 3, group=8, loud=(9,)),
             _layer("no loud channel", 4, loud=()),
+            _on_the_grid("weights that lie on the grid"),
+            _small_where_loud("small weights where inputs are large"),
         ),
         tolerance=1e-9,
         hints=(
-            Hint("return the scale, one value for each channel, and not the exponent.", _is_ratio),
+            Hint("return the scale, one value for each channel, and not the exponent.", _is_ratio, form=True),
             Hint("take the mean of |x|, not of x: signs cancel.", _found(of=lambda x, w: x.mean(0))),
             Hint("take the mean of |x|, not its largest value.", _found(of=lambda x, w: x.abs().amax(0))),
             Hint("what counts is how large the inputs are, not the weights.", _found(of=lambda x, w: w.abs().mean(0))),
-            Hint("divide by the root of largest times smallest.", _found(level=False)),
+            Hint(
+                "first the mean of |x| over the tokens, then the power: the other way round is another number.",
+                _found(inside=True),
+            ),
+            Hint(
+                "divide by the root of largest times smallest.",
+                lambda i, got, want: _found(level=False)(i, got, want) or _other_level(i, got, want),
+            ),
             Hint("divide the rounded weights by the scale again before you compare.", _found(back=False)),
             Hint("what counts is the error of x @ w.T, not of w.", _found(by_weights=True)),
+            Hint("look at the ends of your search: the exponents are 0, 1/20, ... 19/20.", _other_exponents),
         ),
     ),
     Exercise(
@@ -278,7 +369,7 @@ EXERCISES = (
             Hint("nibble 0 is the lowest: bits 0 to 3.", _packed(from_top=True)),
             Hint("AWQ packs along a row: eight neighbouring columns share a word.", _across),
             Hint("uint8 has eight bits: widen the codes before you shift them.", _narrow),
-            Hint("a word is an int32: what reaches 2^31 is negative there.", _packed()),
+            Hint("a word is an int32: what reaches 2^31 is negative there.", _packed(), form=True),
         ),
     ),
 )

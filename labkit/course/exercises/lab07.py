@@ -70,7 +70,7 @@ def _graph(name, bucket, batches) -> Trial:
     return Trial(name, make)
 
 
-def _instead(rebind=False, stale=False, slot=-1, view=False, whole=False):
+def _instead(rebind=False, stale=False, slot=-1, old_slots=False, view=False, whole=False):
     """What another way to run the steps would return."""
 
     def fits(i, got, want):
@@ -81,7 +81,8 @@ def _instead(rebind=False, stale=False, slot=-1, view=False, whole=False):
             if not rebind:
                 if not stale:
                     ids.zero_()
-                    slots.fill_(slot)
+                    if not old_slots:
+                        slots.fill_(slot)
                 ids[:n] = torch.tensor([a for a, _ in batch])
                 slots[:n] = torch.tensor([b for _, b in batch])
             replay()
@@ -203,6 +204,7 @@ EXERCISES = (
             Hint(
                 "a replay returns nothing: what the graph has computed lies in out.",
                 lambda i, got, want: any(g is None for g in got) and len(got) == len(want),
+                form=True,
             ),
             Hint(
                 "the graph never saw your values: it reads the tensors that it was captured with, so write into them.",
@@ -211,6 +213,10 @@ EXERCISES = (
             Hint(
                 "the rows behind a small batch still hold those of the last large one, and are stored again.",
                 _instead(stale=True),
+            ),
+            Hint(
+                "the ids behind a small batch are cleared, but the slots there are still those of an earlier step.",
+                _instead(old_slots=True),
             ),
             Hint("a row of padding must store nothing: its slot is -1, not 0.", _instead(slot=0)),
             Hint("the next replay writes over out: keep a copy of the rows.", _instead(view=True)),

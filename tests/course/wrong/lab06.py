@@ -18,11 +18,13 @@ def _groups(mistake):
         top = 2**bits - 1
         dims = (0, 1) if mistake == "one scale" else (1,)
         low, high = w.amin(dims, keepdim=True), w.amax(dims, keepdim=True)
-        if mistake not in ("values alone", "values alone, no clamp"):
+        if not mistake.startswith("values alone"):
             low, high = torch.clamp(low, max=0), torch.clamp(high, min=0)
         steps = 2**bits if mistake == "a step too many" else top
         scale = ((high - low) / steps).expand(len(w), 1)
-        if mistake != "zeros":
+        if mistake == "least scale":
+            scale = scale.clamp(min=1e-5)
+        elif mistake != "zeros":
             scale = scale.masked_fill(scale == 0, 1)
         zero = -low / scale
         if mistake != "no whole zero":
@@ -35,6 +37,8 @@ def _groups(mistake):
             codes = torch.round(w / scale + zero)
         else:
             codes = torch.round(w / scale) + zero
+        if mistake.endswith("from low"):
+            codes = torch.round((w - low) / scale)
         if mistake == "values alone":
             zero = zero.clamp(0, top)
             codes = torch.round(w / scale) + zero
@@ -48,7 +52,7 @@ def _groups(mistake):
     return quantise_groups
 
 
-def _scale(mistake):
+def _scale(mistake, exponents=tuple(i / 20 for i in range(20))):
     def best_scale(w, x, rounding):
         mean = x.abs().mean(0)
         if mistake == "signed":
@@ -58,10 +62,13 @@ def _scale(mistake):
         if mistake == "weights":
             mean = w.abs().mean(0)
         best = None
-        for i in range(20):
-            r = i / 20
-            s = mean**r
-            if mistake != "not levelled":
+        for r in exponents:
+            s = (x.abs() ** r).mean(0) if mistake == "power first" else mean**r
+            if mistake == "no root":
+                s = s / (s.max() * s.min())
+            elif mistake == "largest is 1":
+                s = s / s.max()
+            elif mistake != "not levelled":
                 s = s / torch.sqrt(s.max() * s.min())
             rounded = rounding(w * s)
             if mistake != "not divided":
@@ -114,6 +121,8 @@ WRONG = {
         (_bytes("codes_alone", lambda p, h, b, g: p * b / 8 + 2 * h), "a scale and a zero point beside"),
         (_bytes("without_zeros", lambda p, h, b, g: p * (b + 16 / g) / 8 + 2 * h), "of `bits` bits"),
         (_bytes("scale_a_weight", lambda p, h, b, g: p * (b + 16 + b) / 8 + 2 * h), "divide by its size"),
+        (_bytes("zeros_of_16_bits", lambda p, h, b, g: p * (b + 32 / g) / 8 + 2 * h), "only the scale has 16 bits"),
+        (_bytes("zeros_of_4_bits", lambda p, h, b, g: p * (b + 20 / g) / 8 + 2 * h), "not always have 4 bits"),
         (_bytes("sixteen_bits", lambda p, h, b, g: 2 * (p + h)), ""),
     ],
     "06.2": [
@@ -125,6 +134,9 @@ WRONG = {
         (_groups("floor"), "take the nearest code"),
         (_groups("int"), "take the nearest code"),
         (_groups("no clamp"), "one code past the end"),
+        (_groups("from low"), "you rounded against low"),
+        (_groups("values alone, from low"), "you rounded against low"),
+        (_groups("least scale"), "the least scale that you allow"),
         (_groups("zeros"), "spans nothing"),
         (_groups("nothing kept"), ""),
     ],
@@ -134,6 +146,14 @@ WRONG = {
         (_scale("largest"), "not its largest value"),
         (_scale("weights"), "not the weights"),
         (_scale("not levelled"), "largest times smallest"),
+        (_scale("no root"), "largest times smallest"),
+        (_scale("largest is 1"), "largest times smallest"),
+        (_scale("power first"), "then the power"),
+        (_scale("from 1", [i / 20 for i in range(1, 20)]), "the exponents are"),
+        (_scale("up to 20", [i / 20 for i in range(21)]), "the exponents are"),
+        (_scale("from 2 to 18", [i / 20 for i in range(2, 19)]), "the exponents are"),
+        (_scale("from 1 to 20", [i / 20 for i in range(1, 21)]), "the exponents are"),
+        (_scale("nineteenths", [i / 19 for i in range(20)]), "the exponents are"),
         (_scale("not divided"), "divide the rounded weights"),
         (_scale("error of weights"), "not of w"),
         (_scale("last"), ""),

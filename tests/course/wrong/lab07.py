@@ -56,7 +56,8 @@ def _steps(name, mistake):
             else:
                 if mistake != "stale":
                     ids.zero_()
-                    slots.fill_(0 if mistake == "slot 0" else -1)
+                    if mistake != "old slots":
+                        slots.fill_(0 if mistake == "slot 0" else -1)
                 ids[:n], slots[:n] = new_ids, new_slots
             made = replay()
             rows = out if mistake == "all rows" else out[:n]
@@ -120,6 +121,7 @@ WRONG = {
         (_steps("what_replay_returns", "returned"), "returns nothing"),
         (_steps("new_tensors", "rebound"), "write into them"),
         (_steps("stale_rows", "stale"), "the last large one"),
+        (_steps("slots_not_cleared", "old slots"), "still those of an earlier step"),
         (_steps("slot_zero", "slot 0"), "-1, not 0"),
         (_steps("views_of_out", "views"), "keep a copy"),
         (_steps("all_rows", "all rows"), "only the rows of the batch"),

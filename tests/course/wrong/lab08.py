@@ -18,7 +18,7 @@ def _planner(name, mistake):
     def plan_step(running, waiting, budget, seats):
         counts = []
         for place, (computed, known) in enumerate(running):
-            behind = 0 if mistake == "greedy" else len(running) - place - 1
+            behind = 0 if mistake == "greedy" else len(running) - place - (mistake != "itself")
             gap = known - computed
             room = gap if mistake == "no budget" else budget - behind
             count = min(gap, room)
@@ -31,7 +31,7 @@ def _planner(name, mistake):
                 break
             if budget == 0 and mistake not in ("empty", "no budget"):
                 break
-            gap = known - computed
+            gap = known if mistake == "whole new" else known - computed
             count = gap if mistake == "no budget" else min(gap, budget)
             if mistake == "uncut" and count < gap:
                 count = 0
@@ -64,8 +64,12 @@ def twos(running, waiting, budget, seats):
 def _padding(name, mistake):
     def padding_share(lengths, edges, size):
         slots, lower = 0, 0
+        if mistake == "the rest on top":
+            edges = [*edges, 10**6]
         for edge in [edges[-1]] if mistake == "one bucket" else edges:
             bucket = [n for n in lengths if lower < n <= edge]
+            if mistake in ("below the edge", "the rest on top"):
+                bucket = [n for n in lengths if lower <= n < edge]
             if mistake == "sorted":
                 bucket.sort()
             step = len(bucket) or 1 if mistake == "one batch" else size
@@ -107,6 +111,35 @@ def in_tokens(cached, prompt, size):
     return min(_longest(cached, prompt), len(prompt) - 1)
 
 
+def rounded_up(cached, prompt, size):
+    return min(-(-_longest(cached, prompt) // size), (len(prompt) - 1) // size) * size
+
+
+def two_fewer(cached, prompt, size):
+    return max(min(_longest(cached, prompt), len(prompt) - 2), 0) // size * size
+
+
+def at_the_same_place(cached, prompt, size):
+    found = 0
+    for end in range(size, len(prompt), size):
+        if all(t[end - size : end] != prompt[end - size : end] for t in cached):
+            break
+        found = end
+    return found
+
+
+def last_text(cached, prompt, size):
+    return first_text(cached[-1:], prompt, size)
+
+
+def first_find(cached, prompt, size):
+    return next((n for t in cached if (n := first_text([t], prompt, size))), 0)
+
+
+def added_up(cached, prompt, size):
+    return sum(first_text([t], prompt, size) for t in cached)
+
+
 def blocks_anywhere(cached, prompt, size):
     known = {tuple(t[i : i + size]) for t in cached for i in range(0, len(t) - size + 1, size)}
     full = range(0, (len(prompt) - 1) // size * size, size)
@@ -132,6 +165,8 @@ def everything(cached, prompt, size):
 WRONG = {
     "08.1": [
         (whole_texts, "known - computed"),
+        (_planner("new_ones_whole", "whole new"), "look at its `computed`"),
+        (_planner("keeps_for_itself", "itself"), "only the running requests after"),
         (_planner("nobody_new", "nobody new"), "may come in"),
         (_planner("no_budget", "no budget"), "for the whole step"),
         (_planner("no_seats", "no seats"), "at most `seats`"),
@@ -145,6 +180,8 @@ WRONG = {
         (_padding("the_tokens", "tokens"), "1 less the answer"),
         (_padding("of_the_tokens", "of tokens"), "by all slots"),
         (_padding("to_the_edge", "to the edge"), "not to the edge"),
+        (_padding("below_the_edge", "below the edge"), "belongs to that bucket"),
+        (_padding("the_rest_on_top", "the rest on top"), "belongs to that bucket"),
         (_padding("one_bucket", "one bucket"), "the same bucket"),
         (_padding("one_batch", "one batch"), "make a batch"),
         (_padding("full_rows", "full rows"), "as many rows as prompts"),
@@ -154,10 +191,16 @@ WRONG = {
     "08.3": [
         (in_blocks, "return tokens"),
         (with_the_last, "at most n - 1"),
+        (two_fewer, "just before the last token"),
         (in_tokens, "whole blocks"),
+        (rounded_up, "whole blocks"),
+        (at_the_same_place, "everything before it"),
         (blocks_anywhere, "everything before it"),
         (without_a_chain, "everything before it"),
         (first_text, "all the texts"),
+        (last_text, "all the texts"),
+        (first_find, "all the texts"),
+        (added_up, "not the sum"),
         (everything, ""),
     ],
 }
