@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from labkit.engine.detokenize import Detokenizer
+from labkit.engine.interrupts import Interrupts
 from labkit.engine.metrics import RequestMetrics
 from labkit.engine.request import Request, SamplingParams
 from labkit.engine.result import Logprobs, StepResult
@@ -63,13 +64,15 @@ class Live:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if token not in self.request.stop_ids:
-            self.fresh.append(self.text.push(token))
+            piece = self.text.push(token)
+            self.fresh.append(piece)  # only now: a stream in another thread may have put another list in its place
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
-        self.finish_reason, self.error = reason, error
-        self.fresh.append(self.text.close())
-        if self.text.stopped:  # also where the last token that max_tokens allowed completes a stop string
-            self.finish_reason = "stop"
+        last = self.text.close()
+        self.fresh.append(last)
+        self.error = error
+        # Last, since it is what a stream looks at. "stop": also where max_tokens' last token completes a stop string.
+        self.finish_reason = "stop" if self.text.stopped else reason
 
     def completion(self) -> Completion:
         r = self.request
@@ -93,13 +96,14 @@ class Engine:
         self._flying: deque[tuple[Step, StepResult]] = deque()  # run, not committed
         self._next_id = 0
         self._lock = threading.RLock()
+        self._interrupts = Interrupts()
         self._stepping = False
         self._gone: list[int] = []  # aborted in the middle of a step
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0, salt=None) -> Live:
         """Queue a request. Raises LabError, with the reason, for one that can never run."""
         vocab = self.runner.config.vocab_size
-        with self._lock:
+        with self._lock, self._interrupts.held():
             request = Request(self._next_id, prompt_ids, params, priority, cache_salt=salt)
             for name, ids in (("prompt token", request.prompt_ids), ("stop_token_ids entry", params.stop_token_ids)):
                 for place, token in enumerate(ids):
@@ -115,7 +119,7 @@ class Engine:
         """End a request wherever it is -> whether it was there. In the middle of a step (called by an operator, or by
         the end of a forgotten stream, which Python's garbage collection may bring at any time) the scheduler is told
         when the step has ended."""
-        with self._lock:
+        with self._lock, self._interrupts.held():
             live = self.live.pop(request_id, None)
             if live is None:
                 return False
@@ -134,9 +138,10 @@ class Engine:
         """Start a step and take in one -> the requests that have new tokens or have ended. [] if nothing is to do.
 
         Does not raise for a step that fails; each of its requests ends with the error in ``Live.error``. An interrupt
-        (Ctrl-C) ends them too, and goes on to the caller. Raises LabError if called by an operator of this engine.
+        (Ctrl-C) while the model runs ends them too, and goes on to the caller; one that comes at another time goes on
+        to the caller when the step has ended. Raises LabError if called by an operator of this engine.
         """
-        with self._lock:
+        with self._lock, self._interrupts.held():
             if self._stepping:
                 raise LabError("a step of this engine is running: an operator of its model cannot start another")
             with self._alone():
@@ -161,7 +166,8 @@ class Engine:
         step = self.scheduler.plan()
         if step is not None:
             try:
-                self._flying.append((step, self.runner.run(step)))
+                with self._interrupts.allowed():
+                    result = self.runner.run(step)
             except BaseException as error:  # also an interrupt: a planned step must be committed or fail, or none can
                 while self._flying:  # in the order of planning: what ran before is taken in first
                     touched += self._collect()
@@ -169,6 +175,7 @@ class Engine:
                 if not isinstance(error, Exception):
                     raise
                 return touched
+            self._flying.append((step, result))
         elif not self._flying and self.live:
             raise RuntimeError(f"{len(self.live)} requests are left, and the scheduler plans nothing for them")
         if self._flying and (step is None or len(self._flying) > self.run_ahead):
@@ -188,7 +195,8 @@ class Engine:
         """Take in the tokens of the oldest step that has run."""
         step, result = self._flying[0]  # it stays there if an interrupt ends the wait
         try:
-            tokens, logprobs = result.token_ids(), result.logprobs()
+            with self._interrupts.allowed():
+                tokens, logprobs = result.token_ids(), result.logprobs()
             ended = self.scheduler.commit(step, tokens)
         except Exception as error:  # on a GPU an error may show itself only here
             self._flying.popleft()

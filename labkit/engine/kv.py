@@ -12,7 +12,8 @@ left by whoever had the memory before. Block 0 is the null block: padding points
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +22,15 @@ from labkit.engine.inputs import to_device
 from labkit.errors import LabError
 
 Pairs = Sequence[tuple[int, int]]
+
+
+@contextmanager
+def room_for(name: str, number: int, gib: float) -> Iterator[None]:
+    """What is made in here takes ``gib`` GiB because of the setting ``name``. Raises LabError if there is no room."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch has no type of its own for it on a CPU
+        raise LabError(f"{name}={number} takes {gib:.1f} GiB, and there is no room for them; lower it") from error
 
 
 class PagedKV:
@@ -35,7 +45,8 @@ class PagedKV:
         device: torch.device | str = "cpu",
         host_blocks: int = 0,
     ):
-        """Raises LabError for a block size that no kernel takes, or fewer than 2 blocks (block 0 is not for use)."""
+        """Raises LabError for a block size that no kernel takes, fewer than 2 blocks (block 0 is not for use), or more
+        than there is room for."""
         check_block_size(block_size)
         for name, value in (("num_blocks", num_blocks), ("host_blocks", host_blocks)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -43,11 +54,14 @@ class PagedKV:
         if num_blocks < 2:
             raise LabError(f"a paged cache needs at least 2 blocks (block 0 stays empty), got {num_blocks}")
         shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        gib = self.block_bytes(config, block_size, dtype) / 2**30
+        with room_for("num_blocks", num_blocks, gib * num_blocks):
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = [(layer[0], layer[1]) for layer in self.data]
         self.num_blocks, self.block_size, self.host_blocks = num_blocks, block_size, host_blocks
         pinned = self.data.is_cuda and host_blocks > 0
-        self.host = torch.zeros((host_blocks, *shape[:2], *shape[3:]), dtype=dtype, pin_memory=pinned)
+        with room_for("host_blocks", host_blocks, gib * host_blocks):
+            self.host = torch.zeros((host_blocks, *shape[:2], *shape[3:]), dtype=dtype, pin_memory=pinned)
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -89,8 +89,8 @@ class LLM:
             run_ahead=run_ahead, freeze_gc=freeze_gc,
         )  # fmt: skip
         check_share(memory_share)
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise LabError(f"seed must be a whole number, got {seed!r}")
+        if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+            raise LabError(f"seed must be a whole number of 64 bits, got {seed!r}")
         if ops is not None and not isinstance(ops, Mapping):
             raise LabError(f"ops must be a dict of operators by name, got {ops!r:.60}")
         if isinstance(model, tuple):

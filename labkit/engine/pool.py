@@ -96,7 +96,7 @@ class BlockPool:
     def queue(self) -> list[int]:
         """The free and cached blocks, in the order in which they will be handed out."""
         order, block = [], self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
+        while block != NULL_BLOCK and len(order) < self.num_blocks:  # a broken queue may go in circles
             order.append(block)
             block = self._next[block]
         return order

@@ -187,7 +187,7 @@ def _request(id: int, arrival: Arrival) -> Request:
 def _token(request: Request) -> int:
     """The next token: the end token where the answer ends, before that whatever (its own number, which is no EOS)."""
     made = len(request.token_times_s) + 1
-    return EOS if made >= request.data.output_len else made
+    return EOS if made >= request.data.output_len else made % EOS
 
 
 def _rectangle(step: Step, batch: dict[int, Request]) -> list[tuple[int, int]]:

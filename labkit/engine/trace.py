@@ -165,7 +165,7 @@ class Trace:
         """
         if self.truncated:
             raise LabError(f"the trace stopped recording after {self.num_steps} steps; record with a larger limit")
-        again = Trace()
+        again = Trace(limit=self.num_steps + 1)
         pool = BlockPool(**self.pool)
         scheduler = Scheduler(pool, clock=lambda: event["t"], trace=again, **self.options)
         for place, event in enumerate(self.events):

@@ -253,9 +253,13 @@ def damage_stale(pool):
     pool._prefix[2] = None
 
 
+def damage_circle(pool):
+    pool._next[5] = 5
+
+
 @pytest.mark.parametrize(
     "damage",
-    [damage_ref, damage_queue, damage_count, damage_state, damage_hash, damage_stale],
+    [damage_ref, damage_queue, damage_count, damage_state, damage_hash, damage_stale, damage_circle],
     ids=lambda f: f.__name__,
 )
 def test_the_proof_finds_damage(damage):

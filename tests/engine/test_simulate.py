@@ -52,6 +52,12 @@ def test_an_on_off_load_rests():
     assert 16 < times[-1] / 4 < 24, "2000 arrivals at 100 a second take 20 busy seconds"
 
 
+def test_an_answer_may_have_more_tokens_than_the_end_tokens_number():
+    load = [Arrival(0.0, (1,), EOS + 5, EOS + 5)]
+    result = simulate({"max_model_len": EOS + 10}, load, flat(), num_blocks=3000)
+    assert result.output_tokens == EOS + 5
+
+
 def test_a_shared_prefix_is_one_a_group():
     load = with_lengths([0.0] * 40, shared_prefix=16, groups=3, **SHORT)
     assert len({x.prompt[:16] for x in load}) == 3 and all(len(x.prompt) >= 20 for x in load)

@@ -181,6 +181,13 @@ def test_a_replay_that_parts_from_the_trace_is_found(change):
         Trace.from_dict(data).replay()
 
 
+def test_a_trace_longer_than_the_usual_limit_is_replayed(monkeypatch):
+    trace = Trace(limit=50)
+    busy_bench(trace)
+    monkeypatch.setattr(Trace.__init__, "__defaults__", (5,))
+    assert trace.num_steps > 5 and trace.replay()[1].events == trace.events
+
+
 def test_a_truncated_trace_says_so_and_is_not_replayed():
     trace = Trace(limit=3)
     bench = Bench(trace=trace)

@@ -5,6 +5,9 @@ The engine stays whole, and the requests that had no part in it get what they wo
 
 import gc
 import itertools
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -326,6 +329,9 @@ def test_parameters_of_another_kind_are_refused_wherever_they_come_in(model):
         (dict(policy=["fcfs"]), "policy .* is unknown"),
         (dict(ops=[silu_mul]), "ops must be a dict of operators by name"),
         (dict(seed="a"), "seed must be a whole number"),
+        (dict(seed=2**70), "seed must be a whole number of 64 bits"),
+        (dict(num_blocks=10**13), r"num_blocks=10000000000000 takes 95\d+\.\d GiB, and there is no room for them"),
+        (dict(host_blocks=10**13, preemption="swap"), "host_blocks=10000000000000 takes .* GiB"),
         (dict(prefix_caching="no"), "prefix_caching must be True or False, got 'no'"),
         (dict(chunked_prefill=1), "chunked_prefill must be True or False, got 1"),
         (dict(run_ahead="no"), "run_ahead must be True or False, or None, got 'no'"),
@@ -334,3 +340,55 @@ def test_parameters_of_another_kind_are_refused_wherever_they_come_in(model):
 def test_settings_of_the_wrong_kind_are_refused(model, changes, says):
     with pytest.raises(LabError, match=says):
         engine(model, **changes)
+
+
+FILES = ("core", "scheduler", "roster", "ledger", "pool", "trace", "runner", "inputs", "llm", "seen")
+
+
+def at_line(n, then):
+    """A tracer that calls ``then`` at the n-th line of the engine's code, and counts them in its second value."""
+    count = [0]
+
+    def trace(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name != "engine" or path.stem not in FILES:
+            return None
+        if event == "line":
+            count[0] += 1
+            if count[0] == n:
+                sys.settrace(None)
+                then()
+        return trace
+
+    return trace, count
+
+
+@AHEAD
+def test_ctrl_c_at_any_line_leaves_an_engine_that_works(model, run_ahead):
+    """At every 500th line of the engine's code, among preemption, hits in the prefix cache and prompts in chunks."""
+    settings = dict(num_blocks=14, max_num_seqs=3, max_batched_tokens=12, run_ahead=run_ahead)
+    prompts = [*PROMPTS, PROMPTS[1] + [3], [7] * 9]
+    before = sys.gettrace()
+
+    def lines_of(n, llm):
+        tracer, count = at_line(n, lambda: signal.raise_signal(signal.SIGINT))
+        sys.settrace(tracer)
+        try:
+            outs = llm.generate(prompts, GREEDY, progress=False)
+        finally:
+            sys.settrace(before)
+        return count[0], [o.token_ids for o in outs]
+
+    llm = engine(model, **settings)
+    total, wanted = lines_of(0, llm)
+    assert total > 4000
+    came = 0
+    for n in range(1, total, 500):
+        try:
+            lines, _ = lines_of(n, llm)
+            assert lines < n, "more is in the prefix cache now than when lines were counted"
+        except KeyboardInterrupt:
+            came += 1
+        assert [o.token_ids for o in llm.generate(prompts, GREEDY, progress=False)] == wanted, f"line {n}"
+        assert_idle(llm)
+    assert came > 10 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
