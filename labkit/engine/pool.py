@@ -256,9 +256,12 @@ class BlockPool:
 
     # ---- proof
 
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Prove that the pool is whole, given every block table there is. Raises LabError with what is wrong."""
-        held = Counter(block for table in tables for block in table)
+    def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Prove that the pool is whole. Raises LabError with what is wrong.
+
+        tables: every block table there is, to be compared with the counts of references; None: these are believed.
+        """
+        held = Counter(block for table in tables for block in table) if tables is not None else self.ref
         queue, wrong = self.queue(), []
         if held[NULL_BLOCK]:
             wrong.append(f"{held[NULL_BLOCK]} table entries name the null block")
