@@ -44,13 +44,18 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("notebook", help="path of an .ipynb file")
     args = parser.parse_args(argv)
     try:
-        return _RUN[args.command](args)
+        code = _RUN[args.command](args)
+        sys.stdout.flush()  # a reader that has gone is noticed here, and not at exit
+        return code
     except LabError as error:
         print(f"labkit {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nstopped; nothing half-written was left behind", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # such as `| head`: what is still in the buffer goes nowhere, or exit would raise again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _doctor(args) -> int:
@@ -78,7 +83,13 @@ def _quantise(args) -> int:
     folder = quantise_folder(args.name, args.folder, fmt, args.method, args.calibration)
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"wrote {folder}: {fmt}, by {args.method}, {size / 1e6:.0f} MB")
-    print(f'run it with LLM("{folder}", quantization="awq"), on a GPU with dtype="bfloat16" or "float16"')
+    if fmt.group == -1 or fmt.group % 32 == 0:
+        print(f'run it with LLM("{folder}", quantization="awq"), on a GPU with dtype="bfloat16" or "float16"')
+    else:
+        print(
+            f'run it with LLM("{folder}"), which dequantises it: packed weights (quantization="awq") need groups of a '
+            f"multiple of 32 or a whole row, and these are of {fmt.group}"
+        )
     return 0
 
 

@@ -1,5 +1,9 @@
 """The command line: what it says, and with which exit code."""
 
+import os
+import subprocess
+import sys
+
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
@@ -67,3 +71,13 @@ def test_a_notebook_that_stops_is_told(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "01.1  RTX 4090: 384 bits, 21 Gbit/s: passed" in out and "1 of 1 exercises passed" in out
     assert "then the cell that begins with 'import labkit as lab' raised ZeroDivisionError" in out
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    """As in `labkit … | head -0`: the pipe is closed before anything is written."""
+    code = "from labkit import cli; cli._RUN['model'] = lambda args: print('made') or 0; exit(cli.main(['model']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")

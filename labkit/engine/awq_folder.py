@@ -13,7 +13,7 @@ import torch
 
 from labkit.engine.config import ModelConfig
 from labkit.engine.packed import check_report, pack
-from labkit.engine.weights import Product, Weights, assemble, copier, tensor_shapes
+from labkit.engine.weights import Product, Weights, assemble, check_float, copier, tensor_shapes
 from labkit.errors import LabError
 from labkit.quant.checkpoint import AwqFiles, check_layout, write_awq
 from labkit.quant.formats import Quantised
@@ -36,7 +36,8 @@ def load_awq(folder: Path, config: ModelConfig, dtype=torch.float32, device="cpu
     checkpoint leaves one of the matrices that are stacked unquantised, they become what their codes stand for.
 
     One product at a time is read and unpacked, on the device. Raises LabError for another layout, tensors that are
-    missing, of another shape than its config.json asks for, or of no use to it, and what no kernel multiplies.
+    missing, of another shape than its config.json asks for, of no use to it, or plain and no floating numbers, and for
+    what no kernel multiplies.
     """
     files, copy = AwqFiles(folder), copier(device)
     quantised, plain = set(files.products), set(files.others)
@@ -51,6 +52,8 @@ def load_awq(folder: Path, config: ModelConfig, dtype=torch.float32, device="cpu
         got = files.shape(product if product in quantised else name)
         if got != shape:
             raise LabError(f"{folder}: the tensor {name} has shape {got}, and its config.json asks for {shape}")
+        if product not in quantised:
+            check_float(folder, name, files.dtype(name))
 
     def fill(name: str, out: torch.Tensor) -> None:
         product = name.removesuffix(".weight")

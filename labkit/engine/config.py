@@ -97,6 +97,8 @@ class ModelConfig:
         heads, hidden = need("num_attention_heads"), need("hidden_size")
         head_dim = hf.get("head_dim") or (128 if architecture == "qwen3" else None)
         if head_dim is None:
+            if heads == 0:
+                raise LabError(f"num_attention_heads must be a whole number of at least 1, got {heads!r}")
             if hidden % heads:
                 raise LabError(f"hidden_size {hidden} is no multiple of {heads} heads, and config.json has no head_dim")
             head_dim = hidden // heads
@@ -202,7 +204,10 @@ def _refuse_what_would_be_ignored(hf: dict) -> None:
 
 def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
     """(theta, scaling). transformers 5 writes both into ``rope_parameters``; 4 wrote two separate keys."""
-    scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise LabError(f"rope_scaling in config.json must hold an object or null, got {scaling!r:.60}")
+    scaling = dict(scaling)
     theta = scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
@@ -222,5 +227,5 @@ def _check_rope_scaling(scaling: dict) -> None:
         keys += ["original_max_position_embeddings"]
         keys += [k for k in ("beta_fast", "beta_slow", "attention_factor") if scaling.get(k) is not None]
     for key in keys:
-        if not isinstance(scaling.get(key), (int, float)) or scaling[key] <= 0:
+        if not isinstance(scaling.get(key), (int, float)) or not 0 < scaling[key] < float("inf"):
             raise LabError(f"rope_scaling of type {kind!r} needs a positive {key!r}, got {scaling.get(key)!r}")

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -30,6 +31,7 @@ from labkit.paths import home
 FORMAT = 1  # raise it when the written folder changes, so that older ones are made again
 MANIFEST = "manifest.json"  # {file: [size in bytes, SHA-256 of its first BEGINNING_BYTES]}
 BEGINNING_BYTES = 16 << 20
+END_BYTES = 1 << 20  # of each end of a GGUF file, to tell it from another of its name, size and time
 MOST_TYPES = 255  # block types are numbered from 0, 41 the highest so far; beyond this a number is damage
 SHARD_BYTES = 2 << 30  # a shard is held in memory while it is written
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp files Mistral under "llama"
@@ -62,17 +64,16 @@ def converted_folder(path: Path, progress: Callable[[str], None] | None = print)
     """The Hugging Face folder that belongs to a GGUF file, made first if it is not there.
 
     It lies in ``$LABKIT_HOME/converted`` and its name carries the file's identity: the known SHA-256 of a built-in
-    file, else its size and modification time. A built-in file is hashed before it is converted. A folder that is not
-    whole any more (see ``_damage``) is made again, and ``progress`` says so.
+    file, else its size, its modification time and its first and last MiB. A built-in file is hashed before it is
+    converted. A folder that is not whole any more (see ``_damage``) is made again, and ``progress`` says so.
     Raises LabError if the file is missing, truncated, damaged, altered, or of a kind this engine does not run, or if
     the folder cannot be written.
     """
     path = Path(path).resolve()
     if not path.is_file():
         raise LabError(f"there is no file {path}")
-    stat = path.stat()
     known = next((m for m in BUILTIN.values() if path == (home() / "models" / m.file).resolve()), None)
-    identity = known.sha256 if known else hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    identity = known.sha256 if known else _identity(path)
     folder = home() / "converted" / f"{path.stem}-{identity[:12]}.v{FORMAT}"
     if _damage(folder) is None:
         return folder
@@ -83,6 +84,20 @@ def converted_folder(path: Path, progress: Callable[[str], None] | None = print)
                 say(f"the converted copy {folder.name} is not whole ({damage}), so it is made again")
             _convert(path, folder, known.sha256 if known else None, say)
     return folder
+
+
+def _identity(path: Path) -> str:
+    """A hash of a file's size, modification time, first and last MiB: the settings, and a part of the weights."""
+    stat = path.stat()
+    found = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    try:
+        with open(path, "rb") as file:
+            found.update(file.read(END_BYTES))
+            file.seek(max(0, stat.st_size - END_BYTES))
+            found.update(file.read(END_BYTES))
+    except OSError as error:
+        raise LabError(f"{path} cannot be read ({error}); see that you may read it, or get it again") from error
+    return found.hexdigest()
 
 
 def _damage(folder: Path) -> str | None:
@@ -112,20 +127,37 @@ def _convert(path: Path, folder: Path, sha256: str | None, progress: Callable[[s
     if sha256 and (got := sha256_of(path)) != sha256:
         raise LabError(altered(path, f"its SHA-256 is {got}, expected {sha256}"))
     reader = open_gguf(path)
-    config = config_from_gguf(reader, path)
+    with _reading(path, "settings"):
+        config = config_from_gguf(reader, path)
     need_space(folder.parent, 4 * config.num_params + (64 << 20), f"converting {path.name} to fp32")
     progress(f"converting {path.name} to fp32 safetensors, once ({4 * config.num_params / 1e6:.0f} MB)")
     with scratch(folder) as temporary, explain_full_disk(folder.parent):
         part = temporary / "model"
         part.mkdir()
-        _write_tokenizer(reader, part, path)
+        with _reading(path, "tokenizer"):
+            _write_tokenizer(reader, part, path)
         (part / "config.json").write_text(json.dumps(config.to_hf(), indent=2), encoding="utf-8")
-        _write_shards(_tensors(reader, config, path), part)
+        with _reading(path, "tensors"):
+            _write_shards(_tensors(reader, config, path), part)
         manifest = {p.name: [p.stat().st_size, _sha256_of_beginning(p)] for p in sorted(part.iterdir())}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         if folder.exists():  # a damaged copy goes where the temporary folder goes
             os.replace(folder, temporary / "damaged")
         os.replace(part, folder)
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Metadata may be of any kind, and damaged: what Python says when it is used becomes a LabError."""
+    try:
+        yield
+    except LabError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise LabError(
+            f"{path}: its {what} cannot be read ({type(error).__name__}: {error}); the file is damaged, or of a kind "
+            f"this engine does not know: get it again, or use the model's safetensors folder"
+        ) from error
 
 
 def open_gguf(path: Path) -> gguf.GGUFReader:
@@ -155,15 +187,20 @@ def config_from_gguf(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
     arch = need("general.architecture")
     if arch not in ARCHITECTURES:
         raise LabError(f"{path} has the architecture {arch!r}; this engine runs {', '.join(ARCHITECTURES)}")
-    kind = get(f"{arch}.rope.scaling.type") or "none"
-    if kind not in ("none", "linear"):
+    kind = get(f"{arch}.rope.scaling.type")
+    if kind not in (None, "none", "linear"):
         raise LabError(f"{path}: rotary scaling of type {kind!r} is not supported; use the model's safetensors folder")
     heads, hidden = need(f"{arch}.attention.head_count"), need(f"{arch}.embedding_length")
     head_dim = get(f"{arch}.attention.key_length") or hidden // heads
     turned = get(f"{arch}.rope.dimension_count") or head_dim
     if turned != head_dim or (get(f"{arch}.attention.value_length") or head_dim) != head_dim:
         raise LabError(f"{path}: only heads that are rotary in full, with values of the same size, are supported")
-    scaling = {"rope_type": "linear", "factor": need(f"{arch}.rope.scaling.factor")} if kind == "linear" else None
+    # As in llama.cpp: a factor without a type is linear, older files have it under another key, and 0 is none.
+    factors = [get(f"{arch}.rope.{key}") for key in ("scaling.factor", "scale_linear")]
+    factor = factors[1] if factors[0] is None else factors[0]
+    if kind == "linear" and factor is None:
+        need(f"{arch}.rope.scaling.factor")
+    scaling = None if kind == "none" or factor in (None, 0, 1) else {"rope_type": "linear", "factor": factor}
     names = {t.name for t in reader.tensors}
     context = need(f"{arch}.context_length")
     eos = [get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -75,17 +76,19 @@ def read_config(folder: Path) -> ModelConfig:
         eos = read_json(extra).get("eos_token_id") if extra.exists() else None
         if eos is not None:
             config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
-    except FileNotFoundError as error:
-        raise LabError(f"{folder} has no config.json, so it is no Hugging Face model folder") from error
     except (TypeError, AttributeError) as error:
         raise LabError(f"a JSON file of {folder} holds a value of the wrong kind ({error})") from error
     return config
 
 
 def read_json(path: Path):
-    """What a JSON file holds. Raises LabError, with the path, for one that is none."""
+    """What a JSON file of a model folder holds. Raises LabError, with the path, for one that is none or not there."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise LabError(f"{path.parent} has no {path.name}, so it is no Hugging Face model folder") from error
+    except OSError as error:
+        raise LabError(f"{path} cannot be read ({error}); see that you may read it, or get it again") from error
     except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise LabError(f"{path} cannot be read as JSON ({error}); it may be incomplete: get it again") from error
 
@@ -106,10 +109,10 @@ def model_folder(source: str | Path, progress=print, quantization: str | None = 
     if source in BUILTIN:
         _refuse_plain(quantization, f"the built-in {source!r} is converted to fp32")
         return converted_folder(fetch_model(source, progress), progress)
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source))  # os.path calls what no path can be "not there", where Path would raise
+    if os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         _refuse_plain(quantization, f"the file {path} is converted to fp32")
         return converted_folder(path, progress)
     raise LabError(

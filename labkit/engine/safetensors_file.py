@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +38,16 @@ class Place:
 def weight_files(folder: str | Path) -> list[Path]:
     """The safetensors files of a model folder: those its index lists, or model.safetensors.
 
-    Raises LabError for a folder that is not there, an index that is none or names no files, or a file that is missing.
+    Raises LabError for a folder that is not there or cannot be read, an index that is none or names no files, or a file
+    that is missing.
     """
-    folder = Path(folder)
+    try:
+        return _weight_files(Path(folder))
+    except OSError as error:
+        raise LabError(f"{folder} cannot be read ({error}); see that you may read it, or get it again") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise LabError(f"there is no folder {folder}")
     index = folder / "model.safetensors.index.json"
@@ -58,19 +66,36 @@ def weight_files(folder: str | Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def enter(held: dict[str, Path], path: Path, names: Iterable[str]) -> None:
+    """Note in ``held`` that the file ``path`` holds these tensors. Raises LabError if another file holds one, too."""
+    for name in names:
+        if name in held:
+            raise LabError(
+                f"{path.parent}: both {held[name].name} and {path.name} hold the tensor {name}; one of them is left "
+                f"over from another checkpoint: get the folder again"
+            )
+        held[name] = path
+
+
 def places(path: Path) -> dict[str, Place]:
-    """What a safetensors file holds, by name. Raises LabError, with the file's name, if it is something else, cut
-    short, or holds a dtype that is not among DTYPES."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > size - 8:
-            raise LabError(f"{path} is no safetensors file, or cut short: it has {size} bytes and no whole header")
-        text = file.read(length)
+    """What a safetensors file holds, by name. Raises LabError, with the file's name, if it cannot be read, is something
+    else, cut short, or holds a dtype that is not among DTYPES. As safetensors has it, the tensors lie one behind the
+    other, without gaps."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            text = file.read(length) if length <= size - 8 else None
+    except OSError as error:
+        raise LabError(f"{path} cannot be read ({error}); see that you may read it, or get it again") from error
+    if text is None:
+        raise LabError(f"{path} is no safetensors file, or cut short: it has {size} bytes and no whole header")
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
+        about = header.pop("__metadata__", None)
+        if not isinstance(about, dict | None) or not all(isinstance(value, str) for value in (about or {}).values()):
+            raise ValueError(f"__metadata__: {about!r:.60}")
         raw = {name: _entry(t) for name, t in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LabError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
@@ -78,10 +103,17 @@ def places(path: Path) -> dict[str, Place]:
         raise LabError(f"{path} holds tensors of dtype {unknown!r}; {', '.join(DTYPES)} can be loaded")
     base = 8 + length
     found = {name: Place(DTYPES[kind], shape, base + a, base + b) for name, (kind, shape, a, b) in raw.items()}
-    for name, place in found.items():
-        if place.end - place.begin != math.prod(place.shape) * place.dtype.itemsize or place.begin < base:
+    end = base
+    for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if place.end - place.begin != math.prod(place.shape) * place.dtype.itemsize:
             raise LabError(f"{path} is damaged: the place of {name} does not fit its shape {list(place.shape)}")
-    if (end := max((p.end for p in found.values()), default=base)) != size:
+        if place.begin != end:
+            raise LabError(
+                f"{path} is damaged: the place of {name} does not fit, as it begins at {place.begin - base} and what "
+                f"lies before it ends at {end - base}"
+            )
+        end = place.end
+    if end != size:
         raise LabError(f"{path} is cut short or damaged: it has {size} bytes, and its header promises {end}")
     return found
 
@@ -91,6 +123,8 @@ def _entry(about: dict) -> tuple[str, tuple[int, ...], int, int]:
     tells something else."""
     dtype, shape, (begin, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
     if not isinstance(dtype, str) or any(type(n) is not int for n in (*shape, begin, end)) or min(shape, default=0) < 0:
+        raise ValueError(f"{about}")
+    if math.prod(n or 1 for n in shape) >= 1 << 60:  # beside a size of 0 no length tells against it, and torch fails
         raise ValueError(f"{about}")
     return dtype, shape, begin, end
 

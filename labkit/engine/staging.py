@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from labkit.engine.safetensors_file import map_file, places, tensor_at, weight_files
+from labkit.engine.safetensors_file import enter, map_file, places, tensor_at, weight_files
 from labkit.errors import LabError
 
 WAYS = ("read", "mmap", "pinned", "direct")
@@ -80,7 +80,9 @@ def load_tensors(folder: str | Path, how: str = "mmap", device: str | torch.devi
     if how not in WAYS:
         raise LabError(f"there is no way {how!r} of loading weights; there are {', '.join(WAYS)}")
     device = as_device(device)
-    files = {path: places(path) for path in weight_files(folder)}
+    files, owners = {path: places(path) for path in weight_files(folder)}, {}
+    for path, held in files.items():
+        enter(owners, path, held)
     stager = None
     if how == "pinned":
         stager = Stager(device)

@@ -96,7 +96,7 @@ class Tokenizer:
         if template_path.exists():
             try:
                 template = template_path.read_text(encoding="utf-8")
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 raise LabError(f"{template_path} is no readable text ({error}); get it again") from error
         return cls(backend, template, special)
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from kernels.awq_linear import PackedWeight, awq_linear
 from labkit.engine.config import ModelConfig
-from labkit.engine.safetensors_file import weight_files
+from labkit.engine.safetensors_file import enter, weight_files
 from labkit.engine.staging import Stager
 from labkit.errors import LabError
 from labkit.quant.blocks import PRODUCTS
@@ -28,6 +28,7 @@ from labkit.quant.blocks import PRODUCTS
 Product = torch.Tensor | PackedWeight
 #: (the names of the checkpoint tensors that a product stacks, a function that makes the plain matrix) -> the product
 Packing = Callable[[tuple[str, ...], Callable[[], torch.Tensor]], Product]
+FLOATS = ("F16", "BF16", "F32", "F64")  # the dtypes that plain weights may have, as safetensors names them
 
 
 @dataclass(slots=True)
@@ -105,14 +106,16 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def load_weights(folder: Path, config: ModelConfig, dtype=torch.float32, device="cpu") -> Weights:
     """Read ``folder``'s safetensors: those its index lists, or model.safetensors.
 
-    Raises LabError naming the file that is damaged or the tensor that is missing, unexpected, or of another shape.
+    Raises LabError naming the file that is damaged or the tensor that is missing, unexpected, in two files, or of
+    another shape or kind.
     """
-    shapes, where = tensor_shapes(config), {}
+    shapes, where, held = tensor_shapes(config), {}, {}
     for path in weight_files(folder):
         try:
             file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise LabError(f"{path} is no readable safetensors file ({error}); it may be incomplete") from error
+        enter(held, path, file.keys())
         where |= dict.fromkeys(file.keys(), file)
     if missing := [name for name in shapes if name not in where]:
         raise LabError(f"{folder} lacks the tensor {missing[0]}{_and_more(missing)}, which its config.json asks for")
@@ -121,11 +124,21 @@ def load_weights(folder: Path, config: ModelConfig, dtype=torch.float32, device=
     if spare:
         raise LabError(f"{folder} holds the tensor {spare[0]}{_and_more(spare)}, which its config.json has no use for")
     for name, shape in shapes.items():
-        got = tuple(where[name].get_slice(name).get_shape())
-        if got != shape:
+        found = where[name].get_slice(name)
+        if (got := tuple(found.get_shape())) != shape:
             raise LabError(f"{folder}: the tensor {name} has shape {got}, and its config.json asks for {shape}")
+        check_float(folder, name, found.get_dtype())
     copy = copier(device)
     return assemble(config, lambda name, out: copy(where[name].get_tensor(name), out), dtype, device)
+
+
+def check_float(folder: Path, name: str, dtype: str) -> None:
+    """Raises LabError for a plain weight that is no floating number, or one of 8 bits, whose scale lies elsewhere."""
+    if dtype not in FLOATS:
+        raise LabError(
+            f"{folder}: the tensor {name} is of dtype {dtype}, and plain weights are {', '.join(FLOATS)}; get the "
+            f"checkpoint that is not quantised, or an AWQ one"
+        )
 
 
 def copier(device) -> Callable[[torch.Tensor, torch.Tensor], object]:

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 
 from labkit.errors import LabError
 from labkit.quant.blocks import PRODUCTS, Inputs, Layer, check_model, check_tokens, embed, layers
-from labkit.quant.formats import Format, fake, quantise
-from labkit.quant.rtn import Report
+from labkit.quant.formats import Format, fake
+from labkit.quant.rtn import Report, round_layer
 
 RATIOS = [i / 20 for i in range(20)]
 CUTS = [1 - i / 20 for i in range(10)]
@@ -45,7 +45,8 @@ def awq(
     """Quantise all products of ``model``, in place: scales are folded, weights become what their codes stand for.
 
     tokens: int64 [blocks, n], for calibration. clip False: without step 2. rounding: what the searches take for
-    rounding; the identity shows that folding alone changes nothing (then no codes are made).
+    rounding; with another than ``fake`` no codes are made. With the identity every ratio has loss 0 and the first one
+    is taken, whose scales are 1: nothing is folded.
     Raises LabError for tokens the model cannot read, groups that do not divide, or NaN in the weights, before anything
     is changed; and where a layer's activations are not finite, as fp16 can make them. If that or an interrupt ends it,
     the layers before are quantised already: work on ``copy_of(model)`` where the model is still needed.
@@ -64,7 +65,7 @@ def awq(
                 _clip_rows(layer, name, getattr(inputs, name).float() / found[name]["scale"], fmt, rounding)
         del inputs  # or they would stay while the next layer's are made
         if rounding is fake:
-            report.quantised.append({name: quantise(getattr(layer.weights, name), fmt) for name in PRODUCTS})
+            report.quantised.append(round_layer(layer.index, layer.weights, fmt))
             for name, quantised in report.quantised[-1].items():
                 weight = getattr(layer.weights, name)
                 weight.copy_(quantised.dequantise(weight.dtype))

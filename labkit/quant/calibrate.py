@@ -8,6 +8,7 @@ comes as a file of JSON lines, each an object with a "text".
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def read_jsonl(path: str | Path) -> list[dict]:
 
     Raises LabError for a file that cannot be read, and for the first line that is no such object, by its number.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))  # Path's own raises RuntimeError where there is no such user
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold a bare U+2028
     except OSError as error:
@@ -93,8 +94,7 @@ def calibration_tokens(
     blocks = len(ids) // length
     if not blocks:
         raise LabError(
-            f"{where} has {len(ids)} tokens in {len(texts)} texts, and one block needs {length}: "
-            "give more text or a smaller length"
+            f"{where} has {len(ids)} tokens in {len(texts)} texts, and one block needs {length}: give more text"
         )
     cut = torch.tensor(ids[: blocks * length], dtype=torch.int64).view(blocks, length)
     return cut[torch.linspace(0, blocks - 1, min(blocks, samples)).round().long()]

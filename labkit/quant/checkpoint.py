@@ -12,13 +12,17 @@ and config.json holds "quantization_config". Everything is transposed against ``
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -29,6 +33,7 @@ from labkit.quant.pack import PER_WORD, pack, unpack
 PARTS = ("qweight", "qzeros", "scales")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # {"weight_map": {tensor: file}} of a checkpoint in several files
+LONGEST = 240  # bytes of a new folder's name: file systems hold 255, and the hidden name is longer by 15
 OLD_AWQ, OLD_GPTQ = "quant_config.json", "quantize_config.json"  # where older files tell their format
 
 
@@ -65,31 +70,59 @@ def write_awq(
         "quant_method": "awq", "bits": 4, "group_size": fmt.group, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None,
     }  # fmt: skip
-    made = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, made / WEIGHTS, metadata={"format": "pt"})
-        written = {**config, "torch_dtype": "float16", "quantization_config": about}
-        (made / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-        for path in along:
-            shutil.copyfile(path, made / path.name)
-        (made / WEIGHTS).chmod(0o644)  # safetensors makes files that nobody else may read
-        made.chmod(0o755)
-        made.rename(folder)  # the last step: until now there is no checkpoint
+        with _scratch(folder) as made:
+            save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, made / WEIGHTS, metadata={"format": "pt"})
+            written = {**config, "torch_dtype": "float16", "quantization_config": about}
+            (made / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+            for path in along:
+                shutil.copyfile(path, made / path.name)
+            (made / WEIGHTS).chmod(0o644)  # safetensors makes files that nobody else may read
+            made.rename(folder)  # the last step: until now there is no checkpoint
     except (OSError, SafetensorError) as error:
         raise LabError(f"{folder} cannot be written, and nothing is left of it ({error})") from error
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)  # after the rename there is nothing left of it
     return folder
 
 
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """An empty folder that can be renamed to ``folder``; gone afterwards, unless it was.
+
+    It lies in a hidden one beside ``folder``, with a lock that ends with its process: so what a killed process left
+    behind for the same result is told from what another is writing, and removed first.
+    """
+    prefix = f".{folder.name}.part-"
+    for stale in folder.parent.glob(f"{glob.escape(prefix)}{'?' * 8}"):
+        with suppress(OSError, Timeout), FileLock(stale / "lock", timeout=0):
+            shutil.rmtree(stale, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as hidden,
+        FileLock(Path(hidden) / "lock"),
+    ):
+        made = Path(hidden) / "made"
+        made.mkdir()
+        made.chmod(0o755)
+        yield made
+
+
 def new_folder(folder: str | Path) -> Path:
-    """Raises LabError for one that is there already."""
-    folder = Path(folder).expanduser()
-    if folder.exists() or folder.is_symlink():
+    """Raises LabError for one that is there already, and one that cannot be made, as far as can be told beforehand."""
+    try:
+        folder = Path(folder).expanduser()
+    except RuntimeError as error:
+        raise LabError(f"{folder} cannot be written: there is no such user's home; give another folder") from error
+    if os.path.lexists(folder):
         raise LabError(f"{folder} is there already: choose another folder, or remove it first")
+    place = folder
+    while not os.path.lexists(place):
+        if (size := len(os.fsencode(place.name))) > LONGEST:
+            raise LabError(f"a folder's name of {size} bytes is too long ({place.name:.40}…): take at most {LONGEST}")
+        place = place.parent
+    if not os.path.isdir(place):
+        raise LabError(f"{folder} cannot be written: {place} is no folder; choose another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise LabError(f"{folder} cannot be written: you may not write in {place}; choose another place")
     return folder
 
 
@@ -144,7 +177,7 @@ class AwqFiles:
 
     def __init__(self, folder: str | Path):
         """All files of a sharded checkpoint are opened. Raises LabError for a folder without config or weights, another
-        layout (see ``awq_format``), and missing parts, each by name."""
+        layout (see ``awq_format``), missing parts, and tensors that two files hold, each by name."""
         self.folder = folder = Path(folder)
         self.config = _json_object(folder / "config.json")
         if self.config.get("quantization_config") is None:
@@ -153,13 +186,19 @@ class AwqFiles:
                     self.config["quantization_config"] = {"quant_method": method, **_json_object(folder / name)}
                     break
         self.format, files = awq_format(self.config, folder), _files(folder)
-        self._where: dict = {}
+        self._where, held = {}, {}  # by tensor: its file, opened; and that file's name
         for path in files:
             try:
                 file = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:
                 raise LabError(f"{path} cannot be read ({error})") from error
-            self._where |= dict.fromkeys(file.keys(), file)
+            for name in file.keys():
+                if name in self._where:
+                    raise LabError(
+                        f"{folder}: both {held[name]} and {path.name} hold the tensor {name}; one of them is left over "
+                        f"from another checkpoint: get the folder again"
+                    )
+                self._where[name], held[name] = file, path.name
         parts = [name for name in self._where if name.rsplit(".", 1)[-1] in PARTS]
         self.products = sorted({name.rsplit(".", 1)[0] for name in parts})
         if not self.products:
@@ -181,6 +220,10 @@ class AwqFiles:
         rows, words = self._where[f"{name}.qweight"].get_slice(f"{name}.qweight").get_shape()
         return PER_WORD * words, rows
 
+    def dtype(self, name: str) -> str:
+        """Of one of ``others``, as safetensors names it ("F16")."""
+        return self._where[name].get_slice(name).get_dtype()
+
     def tensor(self, name: str) -> torch.Tensor:
         """One of ``others``, on the CPU, in the dtype that it has in the file."""
         return self._where[name].get_tensor(name)
@@ -201,7 +244,7 @@ class AwqFiles:
         if kinds[:2] != ["I32", "I32"] or kinds[2] not in ("F16", "BF16", "F32"):
             raise LabError(f"{name}: qweight and qzeros are int32 and scales fp16, got {', '.join(kinds)}")
         shapes = [list(part.get_shape()) for part in held]
-        if len(shapes[0]) != 2:
+        if len(shapes[0]) != 2 or 0 in shapes[0]:
             raise LabError(f"{name}: qweight is a matrix [inputs, outputs / {PER_WORD}], got shape {shapes[0]}")
         rows, words = shapes[0]
         try:
@@ -228,11 +271,12 @@ def _json_object(path: Path) -> dict:
 def _files(folder: Path) -> list[Path]:
     """The files that the index lists, so that neither a missing one nor a stray one goes unseen; without an index all
     that are there."""
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).exists():
         listed = _json_object(folder / INDEX).get("weight_map")
-        names = set(listed.values()) if isinstance(listed, dict) else set()
+        names = list(listed.values()) if isinstance(listed, dict) else []
         if not names or not all(isinstance(name, str) for name in names):
             raise LabError(f"{folder / INDEX} is no safetensors index: its weight_map names no files")
+        names = set(names)
         if missing := sorted(name for name in names if not (folder / name).is_file()):
             raise LabError(f"{folder} has no {missing[0]}, which its index lists")
         return [folder / name for name in sorted(names)]

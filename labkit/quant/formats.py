@@ -49,7 +49,7 @@ class Format:
         if self.group == -1:
             return in_features
         if in_features % self.group:
-            fitting = [g for g in (16, 32, 64, 96, 128, 192, 256) if in_features % g == 0]
+            fitting = [g for g in (32, 64, 96, 128, 192, 256) if in_features % g == 0]  # kernels read no smaller
             would = f"of the usual ones {', '.join(map(str, fitting))} would" if fitting else "use -1, the whole row"
             raise LabError(f"groups of {self.group} do not divide a row of {in_features} weights; {would}")
         return self.group

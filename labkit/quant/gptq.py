@@ -15,7 +15,7 @@ import torch
 from labkit.errors import LabError
 from labkit.quant.blocks import PRODUCTS, check_model, check_tokens, embed, layers
 from labkit.quant.formats import Format, Quantised, encode, grid
-from labkit.quant.rtn import Report
+from labkit.quant.rtn import Report, located
 
 CHUNK_TOKENS = 4096  # go into H at a time, in fp64
 DAMP = 0.01  # of H's mean diagonal, added to it: columns that hardly vary would make H singular
@@ -32,7 +32,8 @@ def gptq(model, fmt: Format, tokens: torch.Tensor, *, progress: bool = True) -> 
         for name in PRODUCTS:
             x = getattr(layer.run(hidden)[0], name)  # with the products before it already quantised
             weight = getattr(layer.weights, name)
-            done[name] = round_columns(weight, x, fmt)
+            with located(f"layer {layer.index}, {name}"):
+                done[name] = round_columns(weight, x, fmt)
             del x  # or it would stay while the next product's input is made
             weight.copy_(done[name].dequantise(weight.dtype))
         hidden = layer.run(hidden)[1]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from labkit.errors import LabError
 from labkit.quant.blocks import PRODUCTS, check_model
 from labkit.quant.formats import Format, Quantised, quantise
 
@@ -29,10 +32,28 @@ def rtn(model, fmt: Format) -> Report:
     """
     check_model(model, fmt)
     report = Report(fmt)
-    for layer in model.weights.layers:
-        report.quantised.append({name: quantise(getattr(layer, name), fmt) for name in PRODUCTS})
+    for index, layer in enumerate(model.weights.layers):
+        report.quantised.append(round_layer(index, layer, fmt))
     put(model, report)
     return report
+
+
+def round_layer(index: int, weights, fmt: Format) -> dict[str, Quantised]:
+    """The products of layer ``index``, each to the nearest. Raises LabError as ``quantise``, with layer and product."""
+    done = {}
+    for name in PRODUCTS:
+        with located(f"layer {index}, {name}"):
+            done[name] = quantise(getattr(weights, name), fmt)
+    return done
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """A LabError from inside says ``where`` as well."""
+    try:
+        yield
+    except LabError as error:
+        raise LabError(f"{where}: {error}") from error
 
 
 def put(model, report: Report) -> None:

@@ -110,6 +110,15 @@ def test_what_does_not_fit_is_named(plain, tmp_path):
         load(folder, progress=None)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_plain_tensor_that_is_no_floating_number_is_named(plain, tmp_path, packed):
+    quantised, name = copy_of(plain), "model.norm.weight"
+    folder = save_awq(quantised, rtn(quantised, FMT), tmp_path / "awq")
+    save_file(load_file(folder / WEIGHTS) | {name: torch.ones(48, dtype=torch.int8)}, folder / WEIGHTS)
+    with pytest.raises(LabError, match=f"{name} is of dtype I8, and plain weights are F16, BF16, F32, F64"):
+        load(folder, progress=None, quantization="awq" if packed else None)
+
+
 def test_tokenizer_files_go_along(plain, tmp_path):
     quantised, source = copy_of(plain), tmp_path / "tokenizer"
     source.mkdir()

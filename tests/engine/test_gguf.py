@@ -66,6 +66,40 @@ def test_a_second_start_reuses_the_folder_and_a_changed_file_does_not(tmp_path, 
     assert not torch.allclose(logits_of(first, ids), logits_of(second, ids))
 
 
+def test_two_files_of_one_name_size_and_time_are_told_apart(tmp_path, own_home, ids):
+    paths = [tmp_path / name / "tiny.gguf" for name in "ab"]
+    for seed, path in enumerate(paths):
+        path.parent.mkdir()
+        write_gguf(path, tiny_hf("llama", seed=seed))
+        os.utime(path, ns=(1, 1))
+    assert paths[0].stat().st_size == paths[1].stat().st_size
+    first, second = (load(path, progress=None)[0] for path in paths)
+    assert not torch.allclose(logits_of(first, ids), logits_of(second, ids))
+
+
+TYPE, FACTOR, OLDER = (f"llama.rope.{key}" for key in ("scaling.type", "scaling.factor", "scale_linear"))
+
+
+@pytest.mark.parametrize(
+    ("meta", "factor"),
+    [
+        ({OLDER: 4.0}, 4.0),
+        ({OLDER: 4.0, FACTOR: 2.0}, 2.0),
+        ({OLDER: 4.0, TYPE: "none"}, None),
+        ({OLDER: 1.0}, None),
+        ({OLDER: 0.0}, None),
+        ({FACTOR: 2.0}, 2.0),
+        ({FACTOR: 2.0, TYPE: "linear"}, 2.0),
+    ],
+)
+def test_linear_scaling_is_read_as_llama_cpp_reads_it(meta, factor, tmp_path, own_home, ids):
+    scaled = dict(rope_type="linear", factor=factor) if factor else dict(rope_type="default")
+    original = tiny_hf("llama", rope_parameters=scaled | dict(rope_theta=1e4))
+    model, _ = load(write_gguf(tmp_path / "tiny.gguf", original, meta=meta), progress=None)
+    with torch.inference_mode():
+        assert (logits_of(model, ids) - original(ids).logits).abs().max() < 1e-4
+
+
 def test_shards_with_an_index_are_written_and_read(tmp_path, own_home, ids, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", tiny_hf("qwen2"))
     whole, _ = load(path, progress=None)
@@ -136,6 +170,18 @@ BAD = {
     "partial rotary": (dict(meta={"llama.rope.dimension_count": 16}), "rotary in full"),
     "sentencepiece": (dict(meta={"tokenizer.ggml.model": "llama"}), "tokenizer model 'llama' is not supported"),
     "pre-tokeniser": (dict(meta={"tokenizer.ggml.pre": "tekken"}), "pre-tokeniser 'tekken' is not supported"),
+    "no heads": (
+        dict(meta={"llama.attention.head_count": 0, "llama.attention.key_length": None}),
+        "bad.gguf: its settings cannot be read .ZeroDivisionError: ",
+    ),
+    "window": (
+        dict(meta={"llama.attention.sliding_window": "x"}),
+        "bad.gguf: its settings cannot be read .TypeError: .* get it again, or use the model's safetensors folder",
+    ),
+    "embedding": (
+        dict(skip=["token_embd.weight"], extra={"token_embd.weight": (np.ones(48, np.float32), Type.F32)}),
+        "bad.gguf: its settings cannot be read .IndexError: ",
+    ),
     "end token": (dict(meta={"tokenizer.ggml.eos_token_id": 5000}), "special token id 5000 lies outside"),
 }
 
@@ -147,6 +193,27 @@ def test_a_file_this_engine_would_run_wrongly_is_refused(case, tmp_path, own_hom
     with pytest.raises(LabError, match=says) as caught:
         load(path, progress=None)
     assert "\n" not in str(caught.value)
+    assert left_over(own_home) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "values"), [("llama.attention.head_count", [6, 6]), ("tokenizer.ggml.eos_token_id", [0, 1])]
+)
+def test_an_array_where_a_number_belongs_is_refused(key, values, tmp_path, own_home, monkeypatch):
+    write = gguf.GGUFWriter.write_header_to_file
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda w: (w.add_array(key, values), write(w)))
+    meta = {key: None, "llama.attention.key_length": None}  # so that the heads' size is computed
+    path = write_gguf(tmp_path / "bad.gguf", tiny_hf("llama", head_dim=8), meta=meta)
+    with pytest.raises(LabError, match="bad.gguf: its settings cannot be read .TypeError: "):
+        load(path, progress=None)
+    assert left_over(own_home) == []
+
+
+def test_a_damaged_byte_in_a_string_is_refused(good, tmp_path, own_home):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(good.read_bytes().replace(b"smollm", b"smoll\xff"))
+    with pytest.raises(LabError, match="bad.gguf: its tokenizer cannot be read .UnicodeDecodeError: .*get it again"):
+        load(path, progress=None)
     assert left_over(own_home) == []
 
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from labkit.engine import ModelConfig, load
+from labkit.engine.staging import WAYS, load_tensors
 from labkit.engine.tokenizer import byte_level_bpe
 from labkit.errors import LabError
 from tests.engine.tiny_models import VOCABULARY, tiny_hf
@@ -111,11 +112,36 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             "tensor model.layers.2.x.weight, which",
         ),
         (lambda t: t.update({Q: torch.ones(192, 47)}), rf"{Q} has shape \(192, 47\), and .* asks for \(192, 48\)"),
+        (lambda t: t.update({Q: t[Q].to(torch.int8)}), f"{Q} is of dtype I8, and plain weights are F16, BF16, F32"),
+        (lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), f"{Q} is of dtype F8_E4M3, and plain weights are"),
+        (lambda t: t.update({Q: t[Q].to(torch.complex64)}), f"{Q} is of dtype C64, and plain weights are"),
     ],
 )
 def test_a_wrong_tensor_is_named(folder, change, says):
     edit_weights(folder, change)
     with pytest.raises(LabError, match=says):
+        load(folder, progress=None)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_plain_weights_of_four_dtypes_are_read(folder, dtype):
+    edit_weights(folder, lambda t: t.update({Q: torch.full_like(t[Q], 0.25, dtype=getattr(torch, dtype))}))
+    assert (load(folder, progress=None)[0].weights.layers[1].qkv[:192] == 0.25).all()
+
+
+def test_a_tensor_in_two_files_is_named(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({Q: torch.zeros_like(tensors[Q])}, folder / "old.safetensors")
+    where = dict.fromkeys(tensors, "model.safetensors") | {"lm_head.weight": "old.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    for read in (lambda: load(folder, progress=None), *(lambda how=how: load_tensors(folder, how) for how in WAYS)):
+        with pytest.raises(LabError, match=f"both model.safetensors and old.safetensors hold the tensor {Q}"):
+            read()
+
+
+def test_an_index_that_is_a_folder_is_named(folder):
+    (folder / "model.safetensors.index.json").mkdir()
+    with pytest.raises(LabError, match=r"cannot be read \(.*Is a directory: .*model.safetensors.index.json"):
         load(folder, progress=None)
 
 
@@ -189,6 +215,12 @@ def test_a_side_file_that_is_broken_is_named(folder, name, data, says):
 def test_a_source_of_another_kind_is_named(source):
     with pytest.raises(LabError, match="load takes a model's name, a path or a ModelConfig, got "):
         load(source)
+
+
+def test_a_config_that_is_no_file_is_refused(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(LabError, match="config.json cannot be read .*Is a directory.*; see that you may read it"):
+        load(tmp_path)
 
 
 def test_generation_config_decides_the_end_tokens(folder):

@@ -100,6 +100,9 @@ def test_several_end_tokens_are_kept():
         (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "needs a positive 'original_max_position_embeddings'"),
         (dict(rope_scaling=dict(rope_type="linear")), "of type 'linear' needs a positive 'factor', got None"),
         (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "needs a positive 'low_freq_factor'"),
+        (dict(rope_scaling=dict(rope_type="linear", factor=float("nan"))), "needs a positive 'factor', got nan"),
+        (dict(rope_scaling="linear"), "rope_scaling in config.json must hold an object or null, got 'linear'"),
+        (dict(num_attention_heads=0), "num_attention_heads must be a whole number of at least 1, got 0"),
         (dict(eos_token_id=[5, 100]), "special token id 100 lies outside the vocabulary of 100"),
     ],
 )

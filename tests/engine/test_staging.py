@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 
 import pytest
@@ -212,6 +213,32 @@ def test_what_cannot_be_loaded_is_named(call, folder, tmp_path):
     (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "."}}')
     with pytest.raises(LabError, match=r"empty has no \., where"):
         call(empty)
+    (empty / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    with pytest.raises(LabError, match=r"empty cannot be read \(.*File name too long"):
+        call(empty)
+    (empty / "model.safetensors.index.json").unlink()
+    (empty / "model.safetensors.index.json").mkdir()
+    with pytest.raises(LabError, match=r"empty cannot be read \(.*Is a directory"):
+        call(empty)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(LabError, match=r"cannot be read \(.*Is a directory"):
+        places(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("how", WAYS)
+def test_what_one_may_not_read_is_named(how, folder):
+    (folder / "model.safetensors").chmod(0)
+    with pytest.raises(LabError, match=r"model\.safetensors cannot be read \(.*Permission denied"):
+        load_tensors(folder, how)
+    folder.chmod(0)
+    try:
+        with pytest.raises(LabError, match=r"cannot be read \(.*Permission denied"):
+            load_tensors(folder, how)
+    finally:
+        folder.chmod(0o700)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +291,13 @@ def header_of(**changes) -> dict:
         (header_of(dtype="F4"), "holds tensors of dtype 'F4'; BOOL, U8,"),
         (header_of(shape=[3]), "damaged: the place of a does not fit its shape .3."),
         (header_of(data_offsets=[-8, 0]), "damaged: the place of a does not fit"),
+        (header_of(data_offsets=[8, 16]), "damaged: the place of a does not fit, as it begins at 8 and .* ends at 0"),
+        (header_of() | {"b": header_of()["a"]}, "damaged: the place of b does not fit, as it begins at 0 .* ends at 8"),
+        (header_of(shape=[1], data_offsets=[4, 8]), "damaged: the place of a does not fit, as it begins at 4"),
+        (header_of() | {"__metadata__": 5}, "its header cannot be read .*__metadata__: 5"),
+        (header_of() | {"__metadata__": {"a": 5}}, "its header cannot be read .*__metadata__: .'a': 5"),
+        (header_of() | header_of(shape=[2**62, 4, 0], data_offsets=[0, 0]), "its header cannot be read"),
+        (header_of() | header_of(shape=[2**70, 0], data_offsets=[0, 0]), "its header cannot be read"),
         (header_of(shape=[4], data_offsets=[0, 16]), "cut short or damaged: it has .* bytes, and its header promises"),
     ],
 )

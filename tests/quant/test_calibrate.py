@@ -187,10 +187,11 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: calibration_tokens([], t), r"the text has 0 tokens in 0 texts, and one block needs 512: give more"),
+        (lambda t: calibration_tokens([], t), r"has 0 tokens in 0 texts, and one block needs 512: give more text$"),
         (lambda t: calibration_tokens([" ", ""], t), r"has 0 tokens in 2 texts"),
         (lambda t: calibration_tokens(["abc", "de"], t, length=7), r"has 6 tokens in 2 texts, and one block needs 7"),
         (lambda t: calibration_tokens("no/such.jsonl", t), r"no/such\.jsonl cannot be read \(No such file.* list of"),
+        (lambda t: calibration_tokens("~nosuchuser/x.jsonl", t), r"~nosuchuser/x\.jsonl cannot be read"),
         (lambda t: calibration_tokens(["a", 3], t), r"texts are strings, got int: 3"),
         (lambda t: calibration_tokens(None, t), r"a JSONL file's path or a list of texts, got None"),
         (lambda t: calibration_tokens(5, t), r"a JSONL file's path or a list of texts, got 5"),

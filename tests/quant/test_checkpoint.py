@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from labkit.errors import LabError
-from labkit.quant.checkpoint import INDEX, WEIGHTS, AwqFiles, read_awq, write_awq
+from labkit.quant.checkpoint import INDEX, LONGEST, WEIGHTS, AwqFiles, _scratch, new_folder, read_awq, write_awq
 from labkit.quant.formats import Format, quantise
 
+ROOT = Path(__file__).parents[2]
 FMT = Format(4, 32)
 NAME = "model.layers.0.mlp.down_proj"
 
@@ -132,6 +137,7 @@ def put(folder, **parts):
         (lambda q: dict(qweight=q.flatten()), r"qweight is a matrix \[inputs, outputs / 8\], got shape \[192\]"),
         (lambda q: dict(qweight=q[None]), r"got shape \[1, 64, 3\]"),
         (lambda q: dict(qweight=q[:, :2].contiguous()), r"needs qzeros \[2, 2\] and scales \[2, 16\]"),
+        (lambda q: dict(qweight=q[:0]), r"qweight is a matrix .*, got shape \[0, 3\]"),
         (lambda q: dict(g_idx=torch.zeros(64, dtype=torch.int32)), "g_idx, which GPTQ's checkpoints have and AWQ's do"),
     ],
 )
@@ -167,8 +173,28 @@ def test_a_checkpoint_in_several_files_is_read_by_its_index(folder):
     (folder / "model-2.safetensors").unlink()
     with pytest.raises(LabError, match=r"has no model-2\.safetensors, which its index lists"):
         read_awq(folder)
-    (folder / INDEX).write_text('{"weight_map": {}}')
-    with pytest.raises(LabError, match="its weight_map names no files"):
+    for listed in ({}, {"a": ["b"]}):
+        (folder / INDEX).write_text(json.dumps({"weight_map": listed}))
+        with pytest.raises(LabError, match="its weight_map names no files"):
+            read_awq(folder)
+    (folder / INDEX).unlink()
+    (folder / INDEX).mkdir()
+    with pytest.raises(LabError, match=r"m has no readable model\.safetensors\.index\.json .*Is a directory"):
+        read_awq(folder)
+
+
+def test_a_tensor_in_two_files_is_named(folder):
+    save_file({"lm_head.weight": torch.zeros(40, 64)}, folder / "old.safetensors")
+    with pytest.raises(LabError, match=r"both model\.safetensors and old\.safetensors hold the tensor lm_head\.weight"):
+        read_awq(folder)
+
+
+def test_a_product_without_inputs_is_named_where_a_group_is_a_row(folder):
+    changed(folder, about(group_size=-1))
+    empty = {part: torch.zeros(0, 3, dtype=torch.int32) for part in ("qweight", "qzeros")}
+    put(folder, **empty, scales=torch.ones(0, 24).half())
+    save_file({n: t for n, t in load_file(folder / WEIGHTS).items() if not n.startswith("a.b.")}, folder / WEIGHTS)
+    with pytest.raises(LabError, match=rf"{NAME}: qweight is a matrix .*, got shape \[0, 3\]"):
         read_awq(folder)
 
 
@@ -236,7 +262,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(tmp_path):
 @pytest.mark.parametrize("where", ["file/m", "file/deeper/m"])
 def test_a_place_that_cannot_be_written_is_named(tmp_path, where):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(LabError, match="m cannot be written, and nothing is left of it"):
+    with pytest.raises(LabError, match="m cannot be written: .*file is no folder; choose another place"):
         write_awq(tmp_path / where, {}, {NAME: made()}, {})
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -253,6 +279,32 @@ def test_a_folder_that_appears_meanwhile_is_left_alone(tmp_path, monkeypatch):
     with pytest.raises(LabError, match="m cannot be written"):
         write_awq(tmp_path / "m", {}, {NAME: made()}, {})
     assert [p.name for p in tmp_path.rglob("*")] == ["m", "theirs"]
+
+
+def test_what_a_killed_process_left_goes_and_what_another_is_writing_stays(tmp_path):
+    """Names that only look like it stay, too."""
+    target, others = tmp_path / "m[1]", {".m[1].part-mine", ".m[1]-abcdefgh", ".m1.part-abcdefgh"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    code = (
+        "import os, signal, sys; from pathlib import Path; from labkit.quant.checkpoint import _scratch\n"
+        "with _scratch(Path(sys.argv[1])) as made:\n"
+        "    (made / 'half').write_text('x'); os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, target], cwd=ROOT).returncode == -signal.SIGTERM
+    (left,) = {p.name for p in tmp_path.iterdir()} - others
+    assert left.startswith(".m[1].part-")
+    with _scratch(target) as theirs:
+        assert not (tmp_path / left).exists()
+        write_awq(target, {}, {NAME: made()}, {})
+        assert theirs.is_dir()
+    assert {p.name for p in tmp_path.iterdir()} == {"m[1]"} | others
+
+
+def test_the_longest_name_that_is_taken_can_be_written(tmp_path):
+    write_awq(tmp_path / ("ä" * (LONGEST // 2)), {}, {NAME: made()}, {})
+    with pytest.raises(LabError, match=f"a folder's name of {LONGEST + 1} bytes is too long"):
+        new_folder(tmp_path / ("x" * (LONGEST + 1)))
 
 
 @pytest.mark.parametrize(

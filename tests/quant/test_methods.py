@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 
 import pytest
@@ -48,8 +49,9 @@ def logits(model, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_rounding_the_scaled_model_is_the_model(family):
-    """Where nothing is rounded any scale is as good, so larger ones than a search would find are folded by hand."""
+def test_without_rounding_the_scaled_model_is_the_model(family, monkeypatch):
+    """Where nothing is rounded any scale is as good, and a search takes the first, 1; so others are folded: by hand,
+    and by ``awq`` itself in place of what it would find."""
     model, tokens = model_of(family), tokens_of()
     scaled = copy_of(model)
     for index, layer in enumerate(scaled.weights.layers):
@@ -58,8 +60,17 @@ def test_without_rounding_the_scaled_model_is_the_model(family):
         assert not torch.equal(layer.gate_up, model.weights.layers[index].gate_up)
     want = logits(model, tokens)
     assert (logits(scaled, tokens) - want).abs().max() <= 1e-5 * want.abs().max()
+    generator = torch.Generator().manual_seed(9)
+
+    def drawn(layer, name, x, fmt, rounding):
+        return {"scale": torch.randn(x.shape[1], generator=generator).exp(), "ratio": None, "losses": []}
+
+    scaled = copy_of(model)
+    monkeypatch.setattr(sys.modules["labkit.quant.awq"], "search", drawn)  # by name it is the function
     report = awq(scaled, FMT, tokens, clip=False, progress=False, rounding=lambda w, fmt: w)
     assert (logits(scaled, tokens) - want).abs().max() <= 1e-5 * want.abs().max() and not report.quantised
+    for layer, old, found in zip(scaled.weights.layers, model.weights.layers, report.choices, strict=True):
+        assert torch.allclose(layer.mlp_norm, old.mlp_norm / found["gate_up"]["scale"]), "or nothing was folded"
 
 
 @pytest.mark.parametrize(("family", "folds"), [("grouped heads", False), ("as many kv heads", True)])
@@ -212,7 +223,7 @@ def test_gptq_uses_what_correlation_offers():
 @pytest.mark.parametrize(
     ("fmt", "tokens", "message"),
     [
-        (Format(4, 40), tokens_of(), r"qkv: groups of 40 do not divide a row of 64 weights; .* 16, 32, 64 would"),
+        (Format(4, 40), tokens_of(), r"qkv: groups of 40 do not divide a row of 64 .* ones 32, 64 would"),
         (FMT, tokens_of()[0], r"int64 \[blocks, n\], got torch\.int64 \[32\]"),
         (FMT, tokens_of()[:, :0], r"got torch\.int64 \[4, 0\]"),
         (FMT, tokens_of() + 90, r"the vocabulary has 90: were they made by another tokenizer\?"),
@@ -255,7 +266,7 @@ def test_activations_that_overflow_are_named_and_not_searched_with(method):
     """In fp16 the loss of every scale would be NaN, and the first one would be taken without a word."""
     model, _ = load(ModelConfig(**SHAPE, **FAMILIES["grouped heads"]), "float16", seed=3)
     model.weights.layers[1].mlp_norm.fill_(6e4)
-    says = "layer 1: what .* reads is NaN or infinite .* runs in float16" if method is awq else "inputs.* NaN or inf"
+    says = "layer 1: what .* reads is NaN or infinite .* runs in float16" if method is awq else "layer 1, gate_up: GPTQ"
     with pytest.raises(LabError, match=says):
         method(model, FMT, tokens_of(), progress=False)
 
@@ -265,6 +276,15 @@ def test_gptq_refuses_a_scale_beyond_fp16():
     w[1, 3] = 3e6
     with pytest.raises(LabError, match=r"a weight of 3e\+06 needs a scale beyond fp16's 65504 in 4 bits"):
         round_columns(w, torch.randn(50, 32), FMT)
+
+
+@pytest.mark.parametrize("method", [rtn, awq, gptq])
+def test_a_weight_beyond_fp16s_scales_is_named_with_its_layer_and_product(method):
+    model = model_of("grouped heads")
+    model.weights.layers[1].down[3, 5] = 3e6
+    args = () if method is rtn else (tokens_of(),)
+    with pytest.raises(LabError, match=r"^layer 1, down: .*needs a scale beyond fp16's 65504"):
+        method(model, FMT, *args)
 
 
 def test_an_interrupted_search_leaves_the_weight_as_it_was():
