@@ -90,7 +90,7 @@ def test_the_defaults_are_the_devices_and_own_functions_take_their_place():
         return x
 
     ops, cpu = resolve_ops({"silu_mul": mine}, torch.device("cpu"))
-    assert set(ops) == set(NAMES) and ops["silu_mul"] is mine and ops["rope"] == cpu.rope
+    assert set(ops) == set(NAMES) and ops["silu_mul"].__wrapped__ is mine and ops["rope"] == cpu.rope
     ops, cpu = resolve_ops(None, torch.device("cuda"))
     assert cpu is None and all(ops[name] is op.triton for name, op in KERNELS.items())
 
