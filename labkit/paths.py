@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from labkit.errors import LabError
 
@@ -35,6 +42,24 @@ def unwritable(folder: Path, error: OSError) -> LabError:
         f"{folder} cannot be written ({error.strerror or error}); make LABKIT_HOME ({home()}) a folder you may write, "
         "or set it to another one"
     )
+
+
+@contextmanager
+def scratch(result: Path) -> Iterator[Path]:
+    """A hidden folder beside ``result``, so that the last step can be a rename; gone afterwards, whatever happens.
+
+    It holds a lock that ends with its process: so what a killed process left behind for the same result is told from
+    what another is writing, and removed first.
+    """
+    prefix = f".{result.name}.part-"
+    for stale in result.parent.glob(f"{glob.escape(prefix)}{'?' * 8}"):
+        with suppress(OSError, Timeout), FileLock(stale / "lock", timeout=0):
+            shutil.rmtree(stale, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=result.parent, ignore_cleanup_errors=True) as hidden,
+        FileLock(Path(hidden) / "lock"),
+    ):
+        yield Path(hidden)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from labkit.errors import LabError
-from labkit.paths import home, unwritable
+from labkit.paths import home, scratch, unwritable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -113,19 +112,6 @@ def one_at_a_time(path: Path):
             yield
         finally:
             lock.release()
-
-
-@contextmanager
-def scratch(folder: Path):
-    """A temporary folder beside the result, so that the last step is a rename; gone afterwards, whatever happens.
-
-    Call it under ``one_at_a_time``: it first removes what a killed process left behind for the same result.
-    """
-    prefix = f".{folder.name}.part-"
-    for stale in folder.parent.glob(f"{prefix}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as name:
-        yield Path(name)
 
 
 @contextmanager

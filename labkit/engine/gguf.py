@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import save_file
 
 from labkit.engine.config import ModelConfig
-from labkit.engine.fetch import BUILTIN, altered, explain_full_disk, need_space, one_at_a_time, scratch, sha256_of
+from labkit.engine.fetch import BUILTIN, altered, explain_full_disk, need_space, one_at_a_time, sha256_of
 from labkit.engine.tokenizer import byte_level_bpe
 from labkit.engine.weights import tensor_shapes
 from labkit.errors import LabError
-from labkit.paths import home
+from labkit.paths import home, scratch
 
 FORMAT = 1  # raise it when the written folder changes, so that older ones are made again
 MANIFEST = "manifest.json"  # {file: [size in bytes, SHA-256 of its first BEGINNING_BYTES]}

@@ -11,7 +11,6 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +63,6 @@ def _weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise LabError(f"{folder} has no {name}, where its weights should be")
     return [folder / name for name in names]
-
-
-def enter(held: dict[str, Path], path: Path, names: Iterable[str]) -> None:
-    """Note in ``held`` that the file ``path`` holds these tensors. Raises LabError if another file holds one, too."""
-    for name in names:
-        if name in held:
-            raise LabError(
-                f"{path.parent}: both {held[name].name} and {path.name} hold the tensor {name}; one of them is left "
-                f"over from another checkpoint: get the folder again"
-            )
-        held[name] = path
 
 
 def places(path: Path) -> dict[str, Place]:

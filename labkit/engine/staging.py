@@ -30,8 +30,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from labkit.engine.safetensors_file import enter, map_file, places, tensor_at, weight_files
+from labkit.engine.safetensors_file import map_file, places, tensor_at, weight_files
 from labkit.errors import LabError
+from labkit.quant.checkpoint import enter
 
 WAYS = ("read", "mmap", "pinned", "direct")
 CHUNK_BYTES = 16 << 20  # of each of the two buffers: long enough for a copy at full rate, short enough to start soon

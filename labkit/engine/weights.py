@@ -20,10 +20,11 @@ from safetensors import SafetensorError, safe_open
 
 from kernels.awq_linear import PackedWeight, awq_linear
 from labkit.engine.config import ModelConfig
-from labkit.engine.safetensors_file import enter, weight_files
+from labkit.engine.safetensors_file import weight_files
 from labkit.engine.staging import Stager
 from labkit.errors import LabError
 from labkit.quant.blocks import PRODUCTS
+from labkit.quant.checkpoint import enter
 
 Product = torch.Tensor | PackedWeight
 #: (the names of the checkpoint tensors that a product stacks, a function that makes the plain matrix) -> the product

@@ -12,21 +12,18 @@ and config.json holds "quantization_config". Everything is transposed against ``
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from labkit.errors import LabError
+from labkit.paths import scratch
 from labkit.quant.formats import Format, Quantised
 from labkit.quant.pack import PER_WORD, pack, unpack
 
@@ -72,38 +69,20 @@ def write_awq(
     }  # fmt: skip
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _scratch(folder) as made:
+        with scratch(folder) as hidden:
+            made = hidden / "made"
+            made.mkdir()
             save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, made / WEIGHTS, metadata={"format": "pt"})
             written = {**config, "torch_dtype": "float16", "quantization_config": about}
             (made / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             for path in along:
                 shutil.copyfile(path, made / path.name)
             (made / WEIGHTS).chmod(0o644)  # safetensors makes files that nobody else may read
+            made.chmod(0o755)
             made.rename(folder)  # the last step: until now there is no checkpoint
     except (OSError, SafetensorError) as error:
         raise LabError(f"{folder} cannot be written, and nothing is left of it ({error})") from error
     return folder
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """An empty folder that can be renamed to ``folder``; gone afterwards, unless it was.
-
-    It lies in a hidden one beside ``folder``, with a lock that ends with its process: so what a killed process left
-    behind for the same result is told from what another is writing, and removed first.
-    """
-    prefix = f".{folder.name}.part-"
-    for stale in folder.parent.glob(f"{glob.escape(prefix)}{'?' * 8}"):
-        with suppress(OSError, Timeout), FileLock(stale / "lock", timeout=0):
-            shutil.rmtree(stale, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as hidden,
-        FileLock(Path(hidden) / "lock"),
-    ):
-        made = Path(hidden) / "made"
-        made.mkdir()
-        made.chmod(0o755)
-        yield made
 
 
 def new_folder(folder: str | Path) -> Path:
@@ -169,6 +148,17 @@ def awq_format(config: dict, folder: str | Path = "the checkpoint") -> Format:
         raise LabError(f"{folder}: {error}") from error
 
 
+def enter(held: dict[str, Path], path: Path, names: Iterable[str]) -> None:
+    """Note in ``held`` that the file ``path`` holds these tensors. Raises LabError if another file holds one, too."""
+    for name in names:
+        if name in held:
+            raise LabError(
+                f"{path.parent}: both {held[name].name} and {path.name} hold the tensor {name}; one of them is left "
+                f"over from another checkpoint: get the folder again"
+            )
+        held[name] = path
+
+
 class AwqFiles:
     """An AWQ checkpoint's folder, opened: nothing but its headers is read before it is asked for.
 
@@ -192,13 +182,8 @@ class AwqFiles:
                 file = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:
                 raise LabError(f"{path} cannot be read ({error})") from error
-            for name in file.keys():
-                if name in self._where:
-                    raise LabError(
-                        f"{folder}: both {held[name]} and {path.name} hold the tensor {name}; one of them is left over "
-                        f"from another checkpoint: get the folder again"
-                    )
-                self._where[name], held[name] = file, path.name
+            enter(held, path, file.keys())
+            self._where |= dict.fromkeys(file.keys(), file)
         parts = [name for name in self._where if name.rsplit(".", 1)[-1] in PARTS]
         self.products = sorted({name.rsplit(".", 1)[0] for name in parts})
         if not self.products:

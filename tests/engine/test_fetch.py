@@ -169,7 +169,7 @@ def test_an_interrupted_download_leaves_nothing(shop, own_home, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             fetch_model("tiny", None)
     assert left_over(own_home) == []
-    (own_home / "models" / ".tiny.gguf.part-killed").mkdir()  # what SIGKILL would leave
+    (own_home / "models" / ".tiny.gguf.part-killed00").mkdir()  # what SIGKILL would leave
     fetch_model("tiny", None)
     assert left_over(own_home) == ["tiny.gguf"]
 

@@ -243,7 +243,7 @@ def test_a_conversion_that_dies_leaves_nothing_and_the_next_one_cleans_up(good, 
             load(good, progress=None)
     assert left_over(own_home) == []
     folder = convert.converted_folder(good, progress=None)
-    killed = folder.with_name(f".{folder.name}.part-killed")  # what SIGKILL would leave
+    killed = folder.with_name(f".{folder.name}.part-killed00")  # what SIGKILL would leave
     killed.mkdir()
     shutil.rmtree(folder)
     assert convert.converted_folder(good, progress=None) == folder and left_over(own_home) == [folder.name]

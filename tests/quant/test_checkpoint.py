@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from labkit.errors import LabError
-from labkit.quant.checkpoint import INDEX, LONGEST, WEIGHTS, AwqFiles, _scratch, new_folder, read_awq, write_awq
+from labkit.paths import scratch
+from labkit.quant.checkpoint import INDEX, LONGEST, WEIGHTS, AwqFiles, new_folder, read_awq, write_awq
 from labkit.quant.formats import Format, quantise
 
 ROOT = Path(__file__).parents[2]
@@ -287,14 +288,14 @@ def test_what_a_killed_process_left_goes_and_what_another_is_writing_stays(tmp_p
     for name in others:
         (tmp_path / name).mkdir()
     code = (
-        "import os, signal, sys; from pathlib import Path; from labkit.quant.checkpoint import _scratch\n"
-        "with _scratch(Path(sys.argv[1])) as made:\n"
+        "import os, signal, sys; from pathlib import Path; from labkit.paths import scratch\n"
+        "with scratch(Path(sys.argv[1])) as made:\n"
         "    (made / 'half').write_text('x'); os.kill(os.getpid(), signal.SIGTERM)"
     )
     assert subprocess.run([sys.executable, "-c", code, target], cwd=ROOT).returncode == -signal.SIGTERM
     (left,) = {p.name for p in tmp_path.iterdir()} - others
     assert left.startswith(".m[1].part-")
-    with _scratch(target) as theirs:
+    with scratch(target) as theirs:
         assert not (tmp_path / left).exists()
         write_awq(target, {}, {NAME: made()}, {})
         assert theirs.is_dir()
