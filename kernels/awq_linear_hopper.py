@@ -19,8 +19,8 @@ whose left operand is w:
 **Beside the product.** 64 columns take 140 instructions of a warp (fp16: 114), most of them for 16 pairs of numbers:
 ``kernels.awq_numbers_hopper``. Two warps share a scheduler, and the tensor cores take 4 * BLOCK_M cycles for those
 columns. So 280 should vanish under the 1024 of 256 rows and under the 512 of 128, and not under the 256 of 64. On an
-H200 the tensor cores are at work for 87, 66 and 40 % of the time. What holds the warps up under 128 rows is not known:
-no pipe is busy, and twice as many warps, which take turns along the columns, are as slow.
+H200 the tensor cores are at work for 87, 66 and 40 % of the time. What holds the warps up with 128 and 64 is not known:
+no pipe is busy, and with 64 twice as many warps, which take turns along the columns, are as slow.
 
 **The output turns around.** Neighbouring sums of a thread belong to neighbouring rows of the output, whose columns are
 contiguous. The instruction that stores 8 x 8 matrices transposes them on the way to shared memory; TMA does the rest.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from labkit.engine.detokenize import Detokenizer
-from labkit.engine.interrupts import Interrupts
+from labkit.engine.interrupts import allowed, held
 from labkit.engine.metrics import RequestMetrics
 from labkit.engine.request import Request, SamplingParams
 from labkit.engine.result import Logprobs, StepResult
@@ -96,14 +96,13 @@ class Engine:
         self._flying: deque[tuple[Step, StepResult]] = deque()  # run, not committed
         self._next_id = 0
         self._lock = threading.RLock()
-        self._interrupts = Interrupts()
         self._stepping = False
         self._gone: list[int] = []  # aborted in the middle of a step
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0, salt=None) -> Live:
         """Queue a request. Raises LabError, with the reason, for one that can never run."""
         vocab = self.runner.config.vocab_size
-        with self._lock, self._interrupts.held():
+        with self._lock, held(lambda: bool(self.live)):
             request = Request(self._next_id, prompt_ids, params, priority, cache_salt=salt)
             for name, ids in (("prompt token", request.prompt_ids), ("stop_token_ids entry", params.stop_token_ids)):
                 for place, token in enumerate(ids):
@@ -119,7 +118,7 @@ class Engine:
         """End a request wherever it is -> whether it was there. In the middle of a step (called by an operator, or by
         the end of a forgotten stream, which Python's garbage collection may bring at any time) the scheduler is told
         when the step has ended."""
-        with self._lock, self._interrupts.held():
+        with self._lock, held(lambda: bool(self.live)):
             live = self.live.pop(request_id, None)
             if live is None:
                 return False
@@ -141,7 +140,7 @@ class Engine:
         (Ctrl-C) while the model runs ends them too, and goes on to the caller; one that comes at another time goes on
         to the caller when the step has ended. Raises LabError if called by an operator of this engine.
         """
-        with self._lock, self._interrupts.held():
+        with self._lock, held(lambda: bool(self.live)):
             if self._stepping:
                 raise LabError("a step of this engine is running: an operator of its model cannot start another")
             with self._alone():
@@ -166,7 +165,7 @@ class Engine:
         step = self.scheduler.plan()
         if step is not None:
             try:
-                with self._interrupts.allowed():
+                with allowed():
                     result = self.runner.run(step)
             except BaseException as error:  # also an interrupt: a planned step must be committed or fail, or none can
                 while self._flying:  # in the order of planning: what ran before is taken in first
@@ -195,7 +194,7 @@ class Engine:
         """Take in the tokens of the oldest step that has run."""
         step, result = self._flying[0]  # it stays there if an interrupt ends the wait
         try:
-            with self._interrupts.allowed():
+            with allowed():
                 tokens, logprobs = result.token_ids(), result.logprobs()
             ended = self.scheduler.commit(step, tokens)
         except Exception as error:  # on a GPU an error may show itself only here

@@ -1,56 +1,77 @@
-"""Ctrl-C at a time when it can do no harm: bookkeeping that it cuts in two nobody can mend."""
+"""Ctrl-C at a time when it can do no harm: bookkeeping that it cuts in two nobody can mend.
+
+Python interrupts the main thread only. There a handler of ours stands before the one that was there, from the first
+request to the last: putting it in place asks the system, too much for every step. It passes interrupts on or keeps
+them, as ``held`` and ``allowed`` say.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_depth = 0  # of ``held``, in the main thread
+_came: list[Callable[[], object]] = []  # interrupts that were kept, each to be passed on
 
-class Interrupts:
-    """Holds SIGINT back in the main thread, the only one that Python interrupts. Used under its owner's lock."""
 
-    def __init__(self):
-        self._handler = None  # what is to be called in the end, while interrupts are held back
-        self._came: list[tuple] = []
+class _Holding:
+    """Stands before ``handler``."""
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """An interrupt in here comes when the outermost of these ends, or within ``allowed``."""
-        handler = signal.getsignal(signal.SIGINT)
-        main = threading.current_thread() is threading.main_thread()
-        if not main or self._handler is not None or handler is None:  # None: not Python's to call
-            yield
-            return
-        self._handler = handler
-        signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            self._handler = None
-            signal.signal(signal.SIGINT, handler)
-            self._deliver(handler)
+    def __init__(self, handler: Callable):
+        self.handler = handler
 
-    @contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Within ``held``: here an interrupt may come, and one that was held back does."""
-        handler = self._handler
-        if handler is None:
-            yield
-            return
-        try:
-            signal.signal(signal.SIGINT, handler)
-            self._deliver(handler)
-            yield
-        finally:
-            signal.signal(signal.SIGINT, self._note)
+    def __call__(self, *came) -> None:
+        if _depth:
+            _came.append(lambda: self.handler(*came))
+        else:
+            self.handler(*came)
 
-    def _note(self, *came) -> None:
-        self._came.append(came)
 
-    def _deliver(self, handler) -> None:
-        if self._came and callable(handler):
-            came = self._came[-1]
-            self._came.clear()
-            handler(*came)
+@contextmanager
+def held(stay: Callable[[], bool]) -> Iterator[None]:
+    """An interrupt in here comes when the outermost of these ends, or within ``allowed``.
+
+    stay: asked at the end whether the next one of these is near, so that the handler may stay in place.
+    """
+    global _depth
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler) and not isinstance(handler, _Holding):  # others are not Python's to call
+        signal.signal(signal.SIGINT, _Holding(handler))
+    _depth += 1
+    try:
+        yield
+    finally:
+        if _depth == 1 and not stay():
+            handler = signal.getsignal(signal.SIGINT)
+            if isinstance(handler, _Holding):
+                signal.signal(signal.SIGINT, handler.handler)
+        _depth -= 1
+        _deliver()
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """Within ``held``: here an interrupt may come, and one that was kept does."""
+    global _depth
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _depth
+    try:
+        _depth = 0
+        _deliver()
+        yield
+    finally:
+        _depth = before
+
+
+def _deliver() -> None:
+    if _came and not _depth:
+        pass_on = _came[-1]
+        _came.clear()
+        pass_on()
